@@ -40,7 +40,7 @@ clean:
 $(VENV)/.torch: constraints-dev.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("hfkv needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(install) --quiet pip setuptools wheel hatchling
+	$(install) --quiet pip setuptools wheel hatchling editables
 	$(install) torch
 	touch $@
 
