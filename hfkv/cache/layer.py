@@ -1,0 +1,164 @@
+"""The contract of a layer's cache, and what a technique is built from."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from .options import CacheOptions
+from .padding import Padding
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Where a layer stands.
+
+    Attributes
+    ----------
+    layer_idx
+        The layer's index in the cache.
+    config
+        The decoder's (text) config; a layer reads what it needs and does not keep it.
+    padding
+        What the cache knows of the batch's padding; shared by all layers.
+    """
+
+    layer_idx: int
+    config: PretrainedConfig
+    padding: Padding
+
+
+class KVLayer(CacheLayerMixin):
+    """One layer's keys and values; what a `CacheSpec` loads.
+
+    A subclass sets ``Options`` and implements `update`, `get_seq_length`, `dense`, `crop`, `map_rows` and `move`;
+    all else follows. Shapes are ``[batch, kv_heads, tokens, head_dim]``.
+    """
+
+    Options: ClassVar[type[CacheOptions]] = CacheOptions
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    # transformers would otherwise allocate by shape before the first tokens are there
+    supports_early_init = False
+
+    def __init__(self, options: CacheOptions, context: LayerContext) -> None:
+        # not super().__init__(), which assigns to `keys` and `values`: here they are views of what is stored
+        self.options = options
+        self.padding = context.padding
+        self.is_initialized = False
+
+    @abstractmethod
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the current forward's tokens; return all keys and values (or their handles)."""
+
+    @abstractmethod
+    def get_seq_length(self) -> int:
+        """How many tokens the layer has seen."""
+
+    @abstractmethod
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """All keys and values in full precision; None while empty."""
+
+    @abstractmethod
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest ``-tokens_to_remove`` tokens (zero or negative, as in transformers)."""
+
+    @abstractmethod
+    def map_rows(self, rows: torch.Tensor) -> None:
+        """Replace the batch by the rows of these indices."""
+
+    @abstractmethod
+    def move(self, device: torch.device) -> None:
+        """Move everything that is stored to a device."""
+
+    def segments(self) -> Iterator[tuple[str, int]]:
+        """Yield ``(segment, bytes)`` of what is stored; ``"exact"`` is full precision, any other name is not."""
+        states = self.dense()
+        if states is not None:
+            yield "exact", sum(state.untyped_storage().nbytes() for state in states)
+
+    def elements(self) -> int:
+        """Numbers that the layer stands for: keys and values of all tokens."""
+        states = self.dense()
+        return 0 if states is None else sum(state.numel() for state in states)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The dequantized keys, made anew at each access."""
+        states = self.dense()
+        return None if states is None else states[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The dequantized values, made anew at each access."""
+        states = self.dense()
+        return None if states is None else states[1]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Remember the device, for `offload` and `prefetch`."""
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that attention will see."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def offload(self) -> None:
+        """Move what is stored to the CPU."""
+        if self.is_initialized:
+            self.move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Move what is stored back to the layer's device."""
+        if self.is_initialized:
+            self.move(self.device)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows for beam search."""
+        if self.get_seq_length() > 0:
+            self.map_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times."""
+        if self.get_seq_length() > 0:
+            self.map_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows of these indices."""
+        if self.get_seq_length() > 0:
+            self.map_rows(indices)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 while empty."""
+        states = self.dense()
+        return -1 if states is None else states[0].shape[0]
+
+
+def check_crop(tokens_to_remove: int) -> int:
+    """How many tokens a crop removes.
+
+    Raises
+    ------
+    ValueError
+        A positive number, which older releases of transformers took as the length to keep.
+    """
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"crop({tokens_to_remove}): a positive number is not supported; pass a negative one to remove that many tokens"
+        )
+    return -tokens_to_remove

@@ -1,0 +1,194 @@
+"""The packed storage that every quantizer and every kernel shares.
+
+A block holds ``group_size`` tokens. Its elements are cut into groups that share a scale and an offset:
+
+* ``axis="channel"``: one group per channel, over the tokens of the block (KIVI's keys);
+* ``axis="token"``: one group per token and run of channels (KIVI's values).
+
+A group's codes lie next to each other, so that a kernel unpacks one group with one load and folds its scale into
+what it multiplies. An element is ``levels[code] * scale + offset``, where ``levels`` is 0, 1, 2, ... or a codebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+Axis = Literal["channel", "token"]
+SCALE_DTYPE = torch.float16
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """How the keys or the values of a layer are packed.
+
+    Parameters
+    ----------
+    nbits
+        2, 3, 4 or 8 bits per code.
+    axis
+        ``"channel"`` or ``"token"``: what a group belongs to.
+    group_size
+        Elements per group, a multiple of 8; also the tokens of a block. Along channels a group is narrowed so that
+        equal groups cover ``head_dim``, and padded to a multiple of 8 (80 channels at 32: three groups of 32).
+    head_dim
+        Channels of a token.
+    codebook
+        ``2**nbits`` levels in place of the uniform grid, or None.
+    """
+
+    nbits: int
+    axis: Axis
+    group_size: int
+    head_dim: int
+    codebook: tuple[float, ...] | None = None
+
+    @property
+    def block_length(self) -> int:
+        """Tokens of a block."""
+        return self.group_size
+
+    @cached_property
+    def channel_groups(self) -> int:
+        """Groups along the channels of one token (1 for ``axis="channel"``, whose groups run along tokens)."""
+        return 1 if self.axis == "channel" else -(-self.head_dim // self.group_size)
+
+    @cached_property
+    def group(self) -> int:
+        """Elements of one group."""
+        if self.axis == "channel":
+            return self.group_size
+        return _round_up(-(-self.head_dim // self.channel_groups), 8)
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of one block of one head."""
+        return self.head_dim if self.axis == "channel" else self.channel_groups * self.block_length
+
+    @cached_property
+    def group_bytes(self) -> int:
+        """Bytes of one group's codes."""
+        return self.group * self.nbits // 8
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one head: codes, scales and offsets."""
+        return self.groups * (self.group_bytes + 2 * SCALE_DTYPE.itemsize)
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Blocks of packed keys or values.
+
+    Attributes
+    ----------
+    codes
+        ``[batch, kv_heads, blocks, groups, group_bytes]`` uint8. Groups are in the order of the channels
+        (``axis="channel"``) or of (run of channels, token). Within a group of ``g`` elements, byte ``i`` of the
+        ``g * nbits / 8`` holds elements ``i``, ``i + bytes``, ``i + 2 * bytes``, ... from the lowest bits up. Three
+        bits are two planes: the low two bits so, then the high bits, element ``e`` at bit ``e % 8`` of byte ``e // 8``.
+    scale, offset
+        ``[batch, kv_heads, blocks, groups]`` float16.
+    """
+
+    format: PackedFormat
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return self.codes.shape[2]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.count * self.format.block_length
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
+        """The same blocks with every tensor passed through a function."""
+        return replace(self, codes=function(self.codes), scale=function(self.scale), offset=function(self.offset))
+
+    def narrow(self, start: int, count: int) -> PackedBlocks:
+        """A view of ``count`` blocks from ``start`` on."""
+        return self.map(lambda tensor: tensor.narrow(2, start, count))
+
+    @staticmethod
+    def empty(
+        format: PackedFormat, batch: int, heads: int, count: int, device: torch.device | str = "cpu"
+    ) -> PackedBlocks:
+        """Uninitialized room for ``count`` blocks."""
+        shape = (batch, heads, count, format.groups)
+        return PackedBlocks(
+            format,
+            torch.empty(*shape, format.group_bytes, dtype=torch.uint8, device=device),
+            torch.empty(shape, dtype=SCALE_DTYPE, device=device),
+            torch.empty(shape, dtype=SCALE_DTYPE, device=device),
+        )
+
+
+class PackedStore:
+    """An append-only run of blocks with room to grow.
+
+    Room grows by 1/32, at least four blocks: an append copies a constant number of bytes on average, and at most
+    3 % of what is stored is unused. The tensors in use are replaced, never moved, so views taken before stay valid.
+    """
+
+    def __init__(self, format: PackedFormat, batch: int, heads: int, device: torch.device) -> None:
+        self.format = format
+        self.count = 0
+        self._room = PackedBlocks.empty(format, batch, heads, 0, device)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.count * self.format.block_length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, room to grow included."""
+        room = self._room
+        return sum(tensor.untyped_storage().nbytes() for tensor in (room.codes, room.scale, room.offset))
+
+    def view(self) -> PackedBlocks:
+        """The blocks in use, without a copy."""
+        return self._room.narrow(0, self.count)
+
+    def extend(self, blocks: PackedBlocks) -> None:
+        """Append blocks of the same format, batch and heads."""
+        needed = self.count + blocks.count
+        if self.count == 0:
+            # the prompt's blocks: kept as they are, exactly sized
+            self._room = blocks
+        else:
+            if needed > self._room.count:
+                self._reserve(max(needed, self.count + max(4, self.count // 32)))
+            for name in ("codes", "scale", "offset"):
+                getattr(self._room, name)[:, :, self.count : needed] = getattr(blocks, name)
+        self.count = needed
+
+    def _reserve(self, count: int) -> None:
+        batch, heads = self._room.codes.shape[:2]
+        room = PackedBlocks.empty(self.format, batch, heads, count, self._room.codes.device)
+        for name in ("codes", "scale", "offset"):
+            getattr(room, name)[:, :, : self.count] = getattr(self._room, name)[:, :, : self.count]
+        self._room = room
+
+    def truncate(self, count: int) -> None:
+        """Keep the first ``count`` blocks; their bytes stay until the next growth, unless none is kept."""
+        self.count = count
+        if count == 0:
+            self._room = self._room.map(lambda tensor: tensor[:, :, :0].clone())
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace every tensor by what a function makes of the part in use (rows selected, device changed)."""
+        self._room = self.view().map(function)

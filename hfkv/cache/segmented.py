@@ -1,0 +1,275 @@
+"""The common layer: sink and residual in full precision, whole blocks packed in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .. import kernels
+from .layer import KVLayer, LayerContext, check_crop
+from .options import CacheOptions
+from .packed import PackedFormat, PackedStore
+from .quantizer import KVQuantizer
+from .view import KVHandle, KVView, in_stored_order
+
+
+class SegmentedLayer(KVLayer):
+    """``[ sink | packed blocks | residual ]`` in token order; a block is packed once, when it leaves the residual.
+
+    The exact tokens (sink, then residual) share one tensor with room for one block more than the residual, so a
+    decode step writes one token in place, and every ``block_length`` steps one block is packed.
+
+    Subclasses say how keys and values are packed with `key_format`, `value_format` and `make_quantizer`.
+    """
+
+    def __init__(
+        self, options: CacheOptions, context: LayerContext, *, sink_length: int, residual_length: int, block_length: int
+    ) -> None:
+        super().__init__(options, context)
+        self.sink_length = sink_length
+        self.residual_length = residual_length
+        self.block_length = block_length
+        self.quantizer = self.make_quantizer()
+        self._clear()
+
+    def make_quantizer(self) -> KVQuantizer:
+        """The rule for codes, scale and offset."""
+        raise NotImplementedError
+
+    def key_format(self, head_dim: int) -> PackedFormat:
+        """How keys of this many channels are packed."""
+        raise NotImplementedError
+
+    def value_format(self, head_dim: int) -> PackedFormat:
+        """How values of this many channels are packed."""
+        raise NotImplementedError
+
+    def _clear(self) -> None:
+        self._exact: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._exact_length = 0
+        self._packed: tuple[PackedStore, PackedStore] | None = None
+        self._order: torch.Tensor | None = None
+        self.is_initialized = False
+
+    @property
+    def _packed_length(self) -> int:
+        return 0 if self._packed is None else self._packed[0].length
+
+    def get_seq_length(self) -> int:
+        """Tokens of all segments."""
+        return self._exact_length + self._packed_length
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 while empty."""
+        return -1 if self._exact is None else self._exact[0].shape[0]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens, then pack every whole block that has left the residual.
+
+        What is returned shows the current tokens in full precision, however many were packed.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            result = self._differentiable(key_states, value_states)
+            self._append(key_states.detach(), value_states.detach())
+        elif self._exact_length == 0:
+            # the prompt: attention sees it as the model made it
+            result = key_states, value_states
+            self._append(key_states, value_states)
+        else:
+            self._append(key_states, value_states)
+            result = self._attended()
+        self._settle()
+        return result
+
+    def _differentiable(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        past = self.dense()
+        if past is None:
+            return key_states, value_states
+        return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
+
+    @property
+    def _room(self) -> int:
+        return self.sink_length + self.residual_length + self.block_length
+
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        length = self._exact_length + key_states.shape[2]
+        if self._exact is None:
+            self._exact = (key_states, value_states)
+        elif length <= self._exact[0].shape[2]:
+            for buffer, states in zip(self._exact, (key_states, value_states), strict=True):
+                buffer[:, :, self._exact_length : length] = states
+        else:
+            keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
+            self._exact = torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+        self._exact_length = length
+
+    def _settle(self) -> None:
+        """Pack what has left the residual, and hold the rest in buffers of our own."""
+        assert self._exact is not None
+        if self._pack() or self._exact[0].shape[2] == self._room:
+            return
+        # the model's own tensors, views of larger activations as a rule, or a joined run of unusual length
+        keys, values = self._exact
+        self._exact = self._copied(keys, 0, 0), self._copied(values, 0, 0)
+
+    def _copied(self, states: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """A new buffer with the exact tokens, those from ``begin`` to ``end`` left out."""
+        kept = self._exact_length - (end - begin)
+        buffer = states.new_empty(*states.shape[:2], max(kept, self._room), states.shape[3])
+        buffer[:, :, :begin] = states[:, :, :begin]
+        buffer[:, :, begin:kept] = states[:, :, end : self._exact_length]
+        return buffer
+
+    def _attended(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._exact is not None
+        keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
+        if self._packed is None:
+            return keys, values
+        view = self._view()
+        return KVHandle(view, "keys"), KVHandle(view, "values")
+
+    def _view(self) -> KVView:
+        assert self._exact is not None and self._packed is not None
+        keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
+        packed_keys, packed_values = (store.view() for store in self._packed)
+        return KVView(keys, values, self.sink_length, packed_keys, packed_values, self._order)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """All keys and values in full precision; None while empty."""
+        if self._exact is None:
+            return None
+        if self._packed is None:
+            keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
+            return keys, values
+        view = self._view()
+        return view.dense("keys"), view.dense("values")
+
+    def _pack(self) -> bool:
+        """Pack the whole blocks between the sink and the residual; say whether there were any."""
+        assert self._exact is not None
+        count = (self._exact_length - self.sink_length - self.residual_length) // self.block_length
+        if count <= 0:
+            return False
+        exact = tuple(buffer[:, :, : self._exact_length] for buffer in self._exact)
+        if self._packed is None:
+            order = self.padding.order(self.sink_length)
+            if order is not None and order.shape[1] > self._exact_length:
+                # a chunk of padding came first: wait until every row's sinks are there
+                return False
+            self._order = order
+            exact = tuple(in_stored_order(states, order) for states in exact)
+            self._packed = self._new_store(self.key_format, exact[0]), self._new_store(self.value_format, exact[1])
+        begin, end = self.sink_length, self.sink_length + count * self.block_length
+        real = self.padding.real(begin + self._packed_length, end + self._packed_length, self._order)
+        for store, states in zip(self._packed, exact, strict=True):
+            leaving = states[:, :, begin:end]
+            if real is not None:
+                leaving = _without_padding(leaving, real, self.block_length)
+            store.extend(kernels.pack(leaving, store.format, self.quantizer))
+        # new buffers, not a move in place: what attention was handed stays as it is
+        self._exact = self._copied(exact[0], begin, end), self._copied(exact[1], begin, end)
+        self._exact_length -= end - begin
+        return True
+
+    @staticmethod
+    def _new_store(format_of: Callable[[int], PackedFormat], states: torch.Tensor) -> PackedStore:
+        return PackedStore(format_of(states.shape[3]), states.shape[0], states.shape[1], states.device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens; exact within the residual, else the block that is cut is unpacked."""
+        remove = min(check_crop(tokens_to_remove), self.get_seq_length())
+        if remove == 0:
+            return
+        length = self.get_seq_length() - remove
+        if length == 0:
+            self._clear()
+        elif self._packed is None or remove <= self._exact_length - self.sink_length:
+            self._exact_length -= remove
+        elif length < max(self.sink_length, 0 if self._order is None else self._order.shape[1]):
+            self._unpack_all(length)
+        else:
+            self._cut(length)
+
+    def _unpack_all(self, length: int) -> None:
+        """Hold the first tokens in full precision again, in token order."""
+        states = self.dense()
+        assert states is not None
+        device = self.device
+        self._clear()
+        self.device, self.is_initialized = device, True
+        self._append(states[0][:, :, :length], states[1][:, :, :length])
+        keys, values = states
+        self._exact = self._copied(keys, 0, 0), self._copied(values, 0, 0)
+
+    def _cut(self, length: int) -> None:
+        """Drop blocks; the tokens that are left of a cut one become the residual."""
+        assert self._exact is not None and self._packed is not None
+        count, rest = divmod(length - self.sink_length, self.block_length)
+        for buffer, store in zip(self._exact, self._packed, strict=True):
+            if rest:
+                tokens = kernels.unpack(store.view().narrow(count, 1), buffer.dtype)
+                # this block's tokens need no more room than one block, which the buffer always has
+                buffer[:, :, self.sink_length : self.sink_length + rest] = tokens[:, :, :rest]
+            store.truncate(count)
+        self._exact_length = self.sink_length + rest
+        if count == 0 and self._order is None:
+            self._packed = None
+        elif count == 0:
+            self._unpack_all(length)
+
+    def map_rows(self, rows: torch.Tensor) -> None:
+        """Replace the batch by the rows of these indices."""
+        self._map(lambda tensor: tensor[rows.to(tensor.device)])
+
+    def move(self, device: torch.device) -> None:
+        """Move everything that is stored to a device."""
+        self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self._exact is None:
+            return
+        self._exact = (function(self._exact[0]), function(self._exact[1]))
+        for store in self._packed or ():
+            store.map(function)
+        if self._order is not None:
+            self._order = function(self._order)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._clear()
+
+    def segments(self) -> Iterator[tuple[str, int]]:
+        """Yield ``(segment, bytes)`` of what is stored, room to grow included."""
+        if self._exact is not None:
+            yield "exact", sum(buffer.untyped_storage().nbytes() for buffer in self._exact)
+        if self._packed is not None:
+            yield "packed", sum(store.nbytes for store in self._packed)
+
+    def elements(self) -> int:
+        """Numbers that the layer stands for: keys and values of all tokens."""
+        if self._exact is None:
+            return 0
+        per_token = sum(buffer.shape[0] * buffer.shape[1] * buffer.shape[3] for buffer in self._exact)
+        return per_token * self.get_seq_length()
+
+
+def _without_padding(states: torch.Tensor, real: torch.Tensor, block_length: int) -> torch.Tensor:
+    """Replace padding by a real token of its block, so that it widens no group's range; zeros where there is none.
+
+    ``states`` is ``[batch, heads, tokens, head_dim]``, ``real`` ``[batch, tokens]``.
+    """
+    blocks = states.unflatten(2, (-1, block_length))
+    real = real.unflatten(1, (-1, block_length))[:, None, :, :, None]
+    index = real.int().argmax(dim=3, keepdim=True).expand(*blocks.shape[:3], 1, blocks.shape[4])
+    substitute = blocks.gather(3, index) * real.any(dim=3, keepdim=True)
+    return torch.where(real, blocks, substitute).flatten(2, 3)
+

@@ -1,0 +1,96 @@
+"""The frozen records that hooks yield: names and where to find the code, never the code itself."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What every technique tells about itself.
+
+    Parameters
+    ----------
+    name
+        What a user writes, e.g. ``cache_implementation="kivi"``. Lower case, unique for its kind.
+    summary
+        One line for ``hfkv list`` and the generated tables.
+    load
+        ``"module:attribute"``, imported when the technique is first used.
+    requires
+        PEP 508 requirements, checked against installed metadata before anything is imported.
+    """
+
+    name: str
+    summary: str
+    load: str
+    requires: tuple[str, ...] = ()
+
+    def resolve(self) -> Any:
+        """Import the module and return the attribute that ``load`` names."""
+        module, _, attribute = self.load.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec(Spec):
+    """A `Cache` technique; ``load`` names a subclass of `hfkv.cache.KVLayer`.
+
+    The flags say what the technique can do. The conformance kit tests both answers: a ``True`` must work, a
+    ``False`` must raise NotImplementedError.
+    """
+
+    crop: bool = True
+    reorder: bool = True
+    select: bool = True
+    offload: bool = True
+    lossless: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVQuantizerSpec(Spec):
+    """A rule that decides codes, scale and offset; ``load`` names a subclass of `hfkv.cache.KVQuantizer`.
+
+    Parameters
+    ----------
+    nbits
+        The widths that it can produce, out of 2, 3, 4 and 8.
+    axis_names
+        How transformers spells the axes for the backend of this name (``{0: "token", -1: "channel"}``).
+    """
+
+    nbits: tuple[int, ...] = (2, 3, 4, 8)
+    axis_names: Mapping[int, str] = field(default_factory=lambda: {0: "token", -1: "channel"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec(Spec):
+    """Kernels for the op table; ``load`` names an object with the methods of `hfkv.kernels.Kernels`.
+
+    ``priority`` orders the candidates of one device, highest first; the reference has 0.
+    """
+
+    priority: int = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightQuantizerSpec(Spec):
+    """A weight-quantization backend; ``load`` names its quantizer class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantSpec(Spec):
+    """A speculative assistant; ``load`` names a callable ``(model, **options) -> generate keywords``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec(Spec):
+    """A distillation trainer; ``load`` names the trainer class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubcommandSpec(Spec):
+    """A subcommand of ``hfkv``; ``load`` names a function that typer can turn into a command."""

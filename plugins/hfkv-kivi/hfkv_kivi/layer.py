@@ -1,0 +1,122 @@
+"""The KIVI cache layer.
+
+Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", 2024. Keys have outlier channels, which
+persist over tokens, so a key group runs along the tokens of one channel; values have none, and attention weighs whole
+tokens, so a value group runs along the channels of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hfkv import registry
+from hfkv.cache import (
+    CacheOptions,
+    KVQuantizer,
+    LayerContext,
+    PackedFormat,
+    SegmentedLayer,
+    check_choice,
+    check_length,
+    option,
+)
+from hfkv.specs import KVQuantizerSpec
+
+WIDTHS = (2, 3, 4, 8)
+AXES = ("channel", "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KiviOptions(CacheOptions):
+    """Options of ``cache_implementation="kivi"``."""
+
+    nbits: int = option(4, "bits per code of keys and values: 2, 3, 4 or 8")
+    key_nbits: int | None = option(None, "bits of the keys, in place of nbits")
+    value_nbits: int | None = option(None, "bits of the values, in place of nbits")
+    group_size: int = option(32, "elements that share a scale and an offset, and tokens per block; a multiple of 8")
+    residual_length: int = option(128, "newest tokens kept in full precision")
+    sink_length: int = option(4, "first tokens kept in full precision")
+    backend: str = option("rtn", "the quantizer that decides codes, scale and offset")
+    key_axis: str = option("channel", "what a group of keys belongs to: channel or token")
+    value_axis: str = option("token", "what a group of values belongs to: channel or token")
+
+    def __post_init__(self) -> None:
+        """Check the values against each other and against what the backend can do."""
+        for name in ("key_axis", "value_axis"):
+            check_choice(name, getattr(self, name), AXES)
+        check_length("group_size", self.group_size, multiple=8, minimum=8)
+        check_length("residual_length", self.residual_length)
+        check_length("sink_length", self.sink_length)
+        spec = registry.manager().find(KVQuantizerSpec, self.backend, "backend")
+        for name, value in (("nbits", self.nbits), ("key_nbits", self.key_nbits), ("value_nbits", self.value_nbits)):
+            if value is not None:
+                check_choice(name, value, WIDTHS)
+        for name, width in (("key_nbits", self.widths[0]), ("value_nbits", self.widths[1])):
+            if width not in spec.nbits:
+                given = name if getattr(self, name) is not None else "nbits"
+                raise ValueError(
+                    f"{given}={width} is not supported by backend={self.backend!r}. Choose from: "
+                    f"{', '.join(map(str, spec.nbits))}, or another backend"
+                )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Bits of keys and of values."""
+        return self.key_nbits or self.nbits, self.value_nbits or self.nbits
+
+    @classmethod
+    def translate(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Take a ``cache_config`` that was written for transformers' "quantized" cache.
+
+        ``q_group_size`` is ``group_size``; ``axis_key`` and ``axis_value`` are numbers whose meaning depends on the
+        backend, and which its plugin spells out.
+        """
+        result = dict(given)
+        spellings = {"q_group_size": "group_size", "axis_key": "key_axis", "axis_value": "value_axis"}
+        backend = result.get("backend", "rtn")
+        for theirs, ours in spellings.items():
+            if theirs not in result:
+                continue
+            if ours in result:
+                raise ValueError(f"{theirs} and {ours} are two spellings of one option: pass one of them")
+            value = result.pop(theirs)
+            if theirs != "q_group_size":
+                names = registry.manager().find(KVQuantizerSpec, backend, "backend").axis_names
+                check_choice(theirs, value, tuple(names))
+                value = names[value]
+            result[ours] = value
+        return result
+
+
+class KiviLayer(SegmentedLayer):
+    """One layer of the KIVI cache: ``[ sink | packed blocks | residual ]``."""
+
+    Options = KiviOptions
+    options: KiviOptions
+
+    def __init__(self, options: KiviOptions, context: LayerContext) -> None:
+        super().__init__(
+            options,
+            context,
+            sink_length=options.sink_length,
+            residual_length=options.residual_length,
+            block_length=options.group_size,
+        )
+
+    def make_quantizer(self) -> KVQuantizer:
+        """The backend's quantizer."""
+        quantizer: KVQuantizer = registry.find(KVQuantizerSpec, self.options.backend, "backend")()
+        return quantizer
+
+    def key_format(self, head_dim: int) -> PackedFormat:
+        """Keys: per channel by default."""
+        return self._format(self.options.widths[0], self.options.key_axis, head_dim)
+
+    def value_format(self, head_dim: int) -> PackedFormat:
+        """Values: per token by default."""
+        return self._format(self.options.widths[1], self.options.value_axis, head_dim)
+
+    def _format(self, nbits: int, axis: Any, head_dim: int) -> PackedFormat:
+        return PackedFormat(nbits, axis, self.options.group_size, head_dim, self.quantizer.codebook(nbits))

@@ -1,0 +1,20 @@
+"""Round to nearest: the grid spans a group's minimum and maximum."""
+
+from __future__ import annotations
+
+import torch
+
+from hfkv.cache import KVQuantizer, round_to_grid
+
+
+class RoundToNearest(KVQuantizer):
+    """Asymmetric min-max quantization, as in KIVI (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization
+    for KV Cache", 2024).
+    """
+
+    name = "rtn"
+
+    def quantize(self, groups: torch.Tensor, nbits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, scale and offset of each group."""
+        low, high = groups.aminmax(dim=-1)
+        return round_to_grid(groups, (high - low) / (2**nbits - 1), low, nbits)
