@@ -74,6 +74,10 @@ class Padding:
             self.clear()
         elif self.mask is not None:
             self.mask = self.mask[:, :length]
+            # a crop into the moved slots makes every layer unpack: what comes next may order them anew
+            self._orders = {
+                sink: order for sink, order in self._orders.items() if order is None or order.shape[1] <= length
+            }
 
     def map_rows(self, rows: torch.Tensor) -> None:
         """Replace the batch by the rows of these indices."""
