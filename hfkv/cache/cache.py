@@ -49,7 +49,7 @@ class HFKVCache(DynamicCache):
             return layer_idx
         sliding = layer_idx < len(layers) and getattr(layers[layer_idx], "is_sliding", False)
         for index, layer in enumerate(layers):
-            if not _empty(layer) and getattr(layer, "is_sliding", False) == sliding:
+            if _filled(layer) and layer.is_sliding == sliding:
                 return index
         return layer_idx
 
@@ -73,7 +73,8 @@ class HFKVCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the rows for beam search."""
-        if beam_idx.device.type == "cpu" and torch.equal(beam_idx, torch.arange(len(beam_idx))):
+        # beams often stay where they are; on other devices the comparison would cost a synchronization
+        if beam_idx.device.type == "cpu" and torch.equal(beam_idx, torch.arange(self.batch_size)):
             return
         super().reorder_cache(beam_idx)
         self.padding.map_rows(beam_idx)
@@ -92,3 +93,8 @@ class HFKVCache(DynamicCache):
 
 def _empty(layer: Any) -> bool:
     return isinstance(layer, CacheLayerMixin) and layer.get_seq_length() == 0
+
+
+def _filled(layer: Any) -> bool:
+    # layers without keys and values (linear attention, or reusing another layer's) count no tokens
+    return isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0
