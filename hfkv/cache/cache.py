@@ -74,7 +74,8 @@ class HFKVCache(DynamicCache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the rows for beam search."""
         # beams often stay where they are; on other devices the comparison would cost a synchronization
-        if beam_idx.device.type == "cpu" and torch.equal(beam_idx, torch.arange(self.batch_size)):
+        count = len(beam_idx)
+        if beam_idx.device.type == "cpu" and count == self.batch_size and torch.equal(beam_idx, torch.arange(count)):
             return
         super().reorder_cache(beam_idx)
         self.padding.map_rows(beam_idx)

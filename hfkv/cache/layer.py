@@ -46,8 +46,6 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     is_compileable = False
-    # transformers would otherwise allocate by shape before the first tokens are there
-    supports_early_init = False
 
     def __init__(self, options: CacheOptions, context: LayerContext) -> None:
         # not super().__init__(), which assigns to `keys` and `values`: here they are views of what is stored
@@ -144,9 +142,17 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch; -1 while empty."""
+        """Rows of the batch.
+
+        Raises
+        ------
+        AttributeError
+            While empty: transformers skips layers without the attribute.
+        """
         states = self.dense()
-        return -1 if states is None else states[0].shape[0]
+        if states is None:
+            raise AttributeError("batch_size is not known before the first tokens")
+        return states[0].shape[0]
 
 
 def check_crop(tokens_to_remove: int) -> int:

@@ -60,7 +60,7 @@ class Padding:
             return None
         known = self.mask
         if order is not None:
-            slots = order.shape[1]
+            order, slots = order.to(known.device), order.shape[1]
             padded = torch.nn.functional.pad(known, (0, max(0, slots - known.shape[1])), value=True)
             known = torch.cat([padded.gather(1, order), padded[:, slots:]], dim=1)
         part = known[:, start:stop]

@@ -63,8 +63,10 @@ class SegmentedLayer(KVLayer):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch; -1 while empty."""
-        return -1 if self._exact is None else self._exact[0].shape[0]
+        """Rows of the batch; AttributeError while empty, as transformers expects."""
+        if self._exact is None:
+            raise AttributeError("batch_size is not known before the first tokens")
+        return self._exact[0].shape[0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -165,15 +167,15 @@ class SegmentedLayer(KVLayer):
             if order is not None and order.shape[1] > self._exact_length:
                 # a chunk of padding came first: wait until every row's sinks are there
                 return False
-            self._order = order
-            exact = tuple(in_stored_order(states, order) for states in exact)
+            self._order = None if order is None else order.to(self.device)
+            exact = tuple(in_stored_order(states, self._order) for states in exact)
             self._packed = self._new_store(self.key_format, exact[0]), self._new_store(self.value_format, exact[1])
         begin, end = self.sink_length, self.sink_length + count * self.block_length
         real = self.padding.real(begin + self._packed_length, end + self._packed_length, self._order)
         for store, states in zip(self._packed, exact, strict=True):
             leaving = states[:, :, begin:end]
             if real is not None:
-                leaving = _without_padding(leaving, real, self.block_length)
+                leaving = _without_padding(leaving, real.to(leaving.device), self.block_length)
             store.extend(kernels.pack(leaving, store.format, self.quantizer))
         # new buffers, not a move in place: what attention was handed stays as it is
         self._exact = self._copied(exact[0], begin, end), self._copied(exact[1], begin, end)
