@@ -36,6 +36,8 @@ def set_default(model: PreTrainedModel, name: str | None, **options: Any) -> Non
         return
     make_cache(name, model, **options)
     setattr(model.generation_config, KEY, {"cache": name, **options})
+    # a config that was derived from the model's is loaded without its custom keys, and this one no longer is
+    model.generation_config._from_model_config = False
 
 
 def get_default(*generation_configs: Any) -> tuple[str, dict[str, Any]] | None:
