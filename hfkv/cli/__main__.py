@@ -1,0 +1,5 @@
+"""``python -m hfkv.cli`` is ``hfkv``."""
+
+from . import main
+
+main()

@@ -1,0 +1,113 @@
+"""``hfkv demo``: a real model with the plain cache and with kivi, side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import registry
+from ..specs import CacheSpec
+from .models import DEFAULT
+from .settings import PLAIN, Setting, parse_cache
+
+CACHES = ("kivi:nbits=4", "kivi:nbits=2")
+PROMPT_TOKENS = 2000
+
+
+class DType(StrEnum):
+    """What ``--dtype`` takes."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    AUTO = "auto"
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A Hub id or a folder; smollm2 and gemma3-270m need no Hub.")] = DEFAULT,
+    gguf_file: Annotated[str | None, typer.Option(help="The GGUF file in that folder or repository.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue; by default Python's own help.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file with the text to continue.", exists=True, dir_okay=False)
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help=f"Use that many tokens of the text; {PROMPT_TOKENS} of Python's help.", min=1)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate with each cache.", min=1)] = 64,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(help=f"NAME or NAME:key=value,key=value; may be repeated. By default {' and '.join(CACHES)}."),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="key=value: an option for every cache; may be repeated.")
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="The model's; auto is the checkpoint's own.")] = DType.FLOAT32,
+    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
+    quality: Annotated[
+        bool, typer.Option(help="Measure what each cache costs in quality, while decoding from it.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
+) -> None:
+    """Generate from a long prompt with the plain cache and with others; compare speed, bytes and quality."""
+    settings = _settings(cache or CACHES, option or ())
+    if prompt is not None and prompt_file is not None:
+        raise typer.BadParameter("pass one of --prompt and --prompt-file", param_hint="--prompt-file")
+    text = prompt_file.read_text(encoding="utf-8") if prompt_file is not None else prompt
+    if text is not None and not text.strip():
+        raise typer.BadParameter("the text is empty", param_hint="--prompt")
+
+    from rich.console import Console
+
+    from .console import working
+
+    # with --json, stdout is the report's alone
+    console = Console(highlight=False, stderr=as_json)
+    with working(console, "importing torch and transformers"):
+        from . import comparison
+        from .report import about, entry, introduce, show
+    _check(settings)
+    loaded, tokenizer, name = comparison.load(console, model, gguf_file, dtype.value, device)
+    if text is None and prompt_tokens is None:
+        prompt_tokens = PROMPT_TOKENS
+    input_ids = comparison.encode(tokenizer, loaded, text, prompt_tokens, max_new_tokens)
+    report = about(loaded, name, input_ids.shape[1], max_new_tokens)
+    if not as_json:
+        introduce(console, report, str(tokenizer.decode(input_ids[0, -32:])))
+    compared = [PLAIN, *settings]
+    runs = comparison.generate_all(
+        console, loaded, tokenizer, input_ids, compared, max_new_tokens, show_text=not as_json
+    )
+    costs: list[Any] = [None] * len(settings)
+    if quality:
+        costs, report["quality"] = comparison.qualities(console, loaded, tokenizer, settings)
+    for setting, run, cost in zip(compared, runs, [None, *costs], strict=True):
+        report["caches"].append(entry(setting, run, runs[0], cost, comparison.kernel(loaded, setting)))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(console, report)
+
+
+def _settings(caches: Sequence[str], options: Sequence[str]) -> list[Setting]:
+    """The caches to compare with the plain one; names are checked at once, options once torch is there."""
+    try:
+        settings = [parse_cache(text, options) for text in caches]
+        for setting in settings:
+            if setting.name not in registry.RESERVED[CacheSpec]:
+                registry.manager().find(CacheSpec, setting.name, "cache")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--cache") from error
+    return settings
+
+
+def _check(settings: Sequence[Setting]) -> None:
+    for setting in settings:
+        try:
+            setting.check()
+        except (ValueError, TypeError) as error:
+            raise typer.BadParameter(str(error), param_hint="--cache") from error

@@ -1,0 +1,133 @@
+"""``hfkv list --kernels``: which kernel runs what, and each candidate's reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+OPS = ("pack", "unpack", "attend")
+DTYPES = ("float32", "bfloat16", "float16")
+WIDTHS = (2, 3, 4, 8)
+# what most models have; a kernel that refuses another size says so when it is asked for it
+HEAD_DIM = 128
+GROUP_SIZE = 32
+
+
+def choices() -> list[dict[str, Any]]:
+    """One entry for each op, quantizer (pack only), device, dtype and width, with every kernel's verdict.
+
+    The formats are KIVI's: keys per channel, values per token. Imports torch.
+    """
+    import torch
+
+    from .. import registry
+    from ..cache.packed import PackedFormat
+    from ..kernels import Request
+    from ..specs import KVQuantizerSpec
+
+    quantizers = [spec for spec in registry.manager().specs(KVQuantizerSpec).values() if not registry.unmet(spec)]
+    result = []
+    for op in OPS:
+        for quantizer in quantizers if op == "pack" else [None]:
+            for device in devices():
+                for dtype in DTYPES:
+                    for nbits in WIDTHS if quantizer is None else quantizer.nbits:
+                        keys = PackedFormat(nbits, "channel", GROUP_SIZE, HEAD_DIM)
+                        values = PackedFormat(nbits, "token", GROUP_SIZE, HEAD_DIM)
+                        name = None if quantizer is None else quantizer.name
+                        formats = (keys, values) if op == "attend" else (keys,)
+                        request = Request(op, device, getattr(torch, dtype), formats, name)  # type: ignore[arg-type]
+                        result.append(
+                            {"op": op, "quantizer": name, "device": device, "dtype": dtype, "nbits": nbits}
+                            | _verdicts(request)
+                        )
+    return result
+
+
+def devices() -> list[str]:
+    """The kinds of device that this process can use."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def _verdicts(request: Any) -> dict[str, Any]:
+    from ..kernels import explain
+
+    try:
+        verdicts = explain(request)
+    # a broken kernel is what this listing has to show
+    except Exception as error:
+        return {"kernel": None, "verdicts": [], "error": f"{type(error).__name__}: {error}"}
+    runs = next(verdict.name for verdict in verdicts if verdict.supported)
+    listed = [
+        {"kernel": verdict.name, "supported": verdict.supported, "reason": verdict.reason} for verdict in verdicts
+    ]
+    return {"kernel": runs, "verdicts": listed, "error": None}
+
+
+def show(console: Console, found: list[dict[str, Any]], explain: bool) -> None:
+    """Print the choices, a row for each op, device and dtype; with the reasons where they are asked for."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("op", "device", "dtype", *(f"{nbits} bit" for nbits in WIDTHS)):
+        table.add_column(column)
+    rows: dict[tuple[str, str, str], dict[int, str]] = {}
+    for choice in found:
+        row = rows.setdefault((_op(choice), choice["device"], choice["dtype"]), {})
+        row[choice["nbits"]] = choice["kernel"] or "[red]broken[/]"
+    for key, cells in rows.items():
+        table.add_row(*key, *(cells.get(nbits, "[dim]-[/]") for nbits in WIDTHS))
+    console.print(f"kernels for groups of {GROUP_SIZE} and {HEAD_DIM} channels; keys per channel, values per token\n")
+    console.print(table)
+    for error in dict.fromkeys(choice["error"] for choice in found if choice["error"]):
+        console.print(f"\n[red]broken:[/] {escape(error)}", soft_wrap=True)
+    if explain:
+        console.print()
+        console.print(_reasons(found))
+
+
+def _op(choice: dict[str, Any]) -> str:
+    return f"{choice['op']} ({choice['quantizer']})" if choice["quantizer"] else choice["op"]
+
+
+def _reasons(found: list[dict[str, Any]]) -> Table:
+    """Requests with the same answers share a row."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("request", "kernel", "runs", "reason"):
+        table.add_column(column, overflow="fold")
+    for verdicts, *asked in _merged(found):
+        request = ", ".join("/".join(values) for values in asked) + " bit"
+        taken = False
+        for kernel, supported, reason in verdicts:
+            runs = "[green]yes[/]" if supported and not taken else "could" if supported else "[dim]no[/]"
+            taken = taken or supported
+            table.add_row(request, kernel, runs, escape(reason))
+            request = ""
+    return table
+
+
+def _merged(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """``(verdicts, ops, devices, dtypes, widths)``; each stands for all the combinations that it names."""
+    groups: list[tuple[Any, ...]] = [
+        (
+            tuple((item["kernel"], item["supported"], item["reason"]) for item in choice["verdicts"]),
+            (_op(choice),),
+            (choice["device"],),
+            (choice["dtype"],),
+            (str(choice["nbits"]),),
+        )
+        for choice in found
+        if choice["verdicts"]
+    ]
+    # along one axis at a time, and only what is equal along all others: else a group would claim more than was asked
+    for axis in (4, 3, 2, 1):
+        merged: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        for group in groups:
+            key = (*group[:axis], *group[axis + 1 :])
+            merged[key] = merged.get(key, ()) + group[axis]
+        groups = [(*key[:axis], values, *key[axis:]) for key, values in merged.items()]
+    return groups
