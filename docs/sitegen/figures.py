@@ -1,0 +1,72 @@
+"""Tables of measured figures, from the JSON files of ``docs/benchmarks/``.
+
+A file holds one table::
+
+    {
+      "title": "Quality of kivi on SmolLM2-135M",
+      "plugins": ["kivi"],
+      "about": "what was run and what the columns mean, in Markdown",
+      "command": "the command that prints these figures",
+      "versions": {"transformers": "5.24.0"},
+      "columns": {"nbits": "Bits", "kl": "KL to the plain cache"},
+      "rows": [{"nbits": 4, "kl": 0.0059}]
+    }
+
+``plugins`` says on whose pages the table is shown too. ``columns`` gives the keys of a row in order, with their heads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .tables import table
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+KEYS = frozenset({"title", "plugins", "about", "command", "versions", "columns", "rows"})
+
+
+def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Every committed table, in the order of the file names.
+
+    Raises
+    ------
+    ValueError
+        A file that has other keys, or a row without one of the columns.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        figure = json.loads(path.read_text(encoding="utf-8"))
+        if set(figure) != KEYS:
+            raise ValueError(f"{path.name}: the keys must be {', '.join(sorted(KEYS))}; got {', '.join(sorted(figure))}")
+        for row in figure["rows"]:
+            if set(row) != set(figure["columns"]):
+                raise ValueError(f"{path.name}: a row has {sorted(row)}, the columns are {sorted(figure['columns'])}")
+        found.append(figure)
+    return found
+
+
+def every(folder: Path = FOLDER) -> str:
+    """All tables, one section each."""
+    return "\n\n".join(f"## {figure['title']}\n\n{_body(figure)}" for figure in load(folder))
+
+
+def about(plugin: str, folder: Path = FOLDER) -> str:
+    """The tables that concern a plugin; an empty string where nothing has been measured."""
+    return "\n\n".join(
+        f"### {figure['title']}\n\n{_body(figure)}" for figure in load(folder) if plugin in figure["plugins"]
+    )
+
+
+def _body(figure: dict[str, Any]) -> str:
+    columns = figure["columns"]
+    rows = [[_number(row[key]) for key in columns] for row in figure["rows"]]
+    versions = ", ".join(f"{name} {version}" for name, version in figure["versions"].items())
+    return "\n\n".join(
+        [figure["about"], table(list(columns.values()), rows), f"Command: `{figure['command']}`. With {versions}."]
+    )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
