@@ -7,20 +7,23 @@ import functools
 import importlib.metadata
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
 import pluggy
-from packaging.requirements import InvalidRequirement, Requirement
 
 from . import hookspecs, specs
+from .requirements import invalid
+from .requirements import unmet as unmet
+from .specs import Spec
 
 GROUP = "hfkv"
-SpecT = TypeVar("SpecT", bound=specs.Spec)
+SpecT = TypeVar("SpecT", bound=Spec)
 
-KINDS: Mapping[str, type[specs.Spec]] = {
+KINDS: Mapping[str, type[Spec]] = {
     "hfkv_caches": specs.CacheSpec,
     "hfkv_kv_quantizers": specs.KVQuantizerSpec,
     "hfkv_weight_quantizers": specs.WeightQuantizerSpec,
@@ -30,11 +33,14 @@ KINDS: Mapping[str, type[specs.Spec]] = {
     "hfkv_subcommands": specs.SubcommandSpec,
 }
 
-# names that generate already understands: a plugin that took one would change what other people's code does
-RESERVED = frozenset(
-    "dynamic offloaded quantized static offloaded_static sliding_window hybrid hybrid_chunked "
-    "offloaded_hybrid offloaded_hybrid_chunked paged mamba".split()
-)
+# names that mean something already: a plugin that took one would change what other people's code does
+RESERVED: Mapping[type[Spec], frozenset[str]] = {
+    specs.CacheSpec: frozenset(
+        "dynamic offloaded quantized static offloaded_static sliding_window hybrid hybrid_chunked "
+        "offloaded_hybrid offloaded_hybrid_chunked paged mamba".split()
+    ),
+    specs.KernelSpec: frozenset({"reference"}),
+}
 
 
 @dataclass(frozen=True)
@@ -48,28 +54,7 @@ class Plugin:
     distribution: str | None
     version: str | None
     error: str | None
-    specs: tuple[specs.Spec, ...]
-
-
-def unmet(spec: specs.Spec) -> list[str]:
-    """The requirements of a spec that the installed distributions do not meet, each with what is there instead."""
-    problems = []
-    for text in spec.requires:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            problems.append(f"{text} (not a valid requirement)")
-            continue
-        if requirement.marker is not None and not requirement.marker.evaluate():
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{text} (not installed)")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            problems.append(f"{text} (found {version})")
-    return problems
+    specs: tuple[Spec, ...]
 
 
 def closest(name: object, choices: Iterable[str]) -> str:
@@ -77,6 +62,19 @@ def closest(name: object, choices: Iterable[str]) -> str:
     by_lower = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def _check_fields(spec: Spec) -> None:
+    """Raise ValueError for a record that could not be used later."""
+    kind = type(spec).__name__
+    if not isinstance(spec.name, str) or not spec.name or spec.name != spec.name.strip().lower():
+        raise ValueError(f"{kind} name={spec.name!r} must be a lower-case string")
+    module, _, attribute = spec.load.partition(":") if isinstance(spec.load, str) else ("", "", "")
+    if not module or not attribute:
+        raise ValueError(f"{kind} {spec.name!r}: load={spec.load!r} must be 'module:attribute'")
+    problem = invalid(spec)
+    if problem is not None:
+        raise ValueError(f"{kind} {spec.name!r}: {problem}")
 
 
 class PluginManager:
@@ -92,34 +90,43 @@ class PluginManager:
         self._only = None if only is None else frozenset(only)
         self._pluggy = pluggy.PluginManager(GROUP)
         self._pluggy.add_hookspecs(hookspecs)
-        self._specs: dict[type[specs.Spec], dict[str, specs.Spec]] = {kind: {} for kind in KINDS.values()}
-        self._owner: dict[tuple[type[specs.Spec], str], str] = {}
+        self._specs: dict[type[Spec], dict[str, Spec]] = {kind: {} for kind in KINDS.values()}
+        self._owner: dict[tuple[type[Spec], str], str] = {}
         self._plugins: dict[str, Plugin] = {}
         self._registering = ""
+        self._tracing = False
         for hook, kind in KINDS.items():
             # called before any plugin is there: pluggy replays the call inside each register(), so `_registering`
             # names the plugin whose specs arrive
             getattr(self._pluggy.hook, hook).call_historic(functools.partial(self._receive, hook, kind))
 
     def trace(self) -> None:
-        """Print every hook call to stderr."""
+        """Print every plugin, hook call and record to stderr, and the traceback of a plugin that is broken."""
+        self._tracing = True
         self._pluggy.trace.root.setwriter(sys.stderr.write)
         self._pluggy.enable_tracing()
 
     def discover(self) -> None:
         """Load every entry point of the group ``hfkv``, each on its own."""
-        for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
+        entry_points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name)
+        for entry_point in entry_points:
             if self._only is not None and entry_point.name not in self._only:
                 continue
             distribution = entry_point.dist
             origin = (distribution.name, distribution.version) if distribution else (None, None)
             try:
                 module = entry_point.load()
-            # a plugin may fail in any way at import, SystemExit included; it is reported, not raised
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            # a plugin may fail in any way at import: SystemExit, and a panic of a Rust extension, are no Exception
+            except BaseException as error:
                 self._record(entry_point.name, origin, error)
                 continue
             self.register(module, entry_point.name, origin)
+        installed = {entry_point.name for entry_point in entry_points}
+        for name in sorted((self._only or frozenset()) - installed):
+            missing = ValueError(f"HFKV_PLUGINS names it, but it is not installed.{closest(name, installed)}")
+            self._record(name, (None, None), missing)
 
     def register(
         self, module: ModuleType | object, name: str, origin: tuple[str | None, str | None] = (None, None)
@@ -130,50 +137,79 @@ class PluginManager:
         """
         if name in self._plugins:
             return self._record(f"{name} ({origin[0]})", origin, ValueError(f"the plugin name {name!r} is taken twice"))
-        self._registering = name
+        outer, self._registering = self._registering, name
+        self._trace(f"plugin {name!r}")
         try:
+            self._check_marked(module)
             self._pluggy.register(module, name)
-            self._check_hook_names()
-        except (Exception, SystemExit) as error:
-            if self._pluggy.has_plugin(name):
-                self._pluggy.unregister(name=name)
-            for kind, spec_name in [key for key, owner in self._owner.items() if owner == name]:
-                del self._owner[kind, spec_name]
-                del self._specs[kind][spec_name]
+            self._check_hooks(module)
+        except KeyboardInterrupt:
+            self._forget(name)
+            raise
+        except BaseException as error:
+            self._forget(name)
             return self._record(name, origin, error)
         finally:
-            self._registering = ""
+            self._registering = outer
         return self._record(name, origin, None)
+
+    def unregister(self, name: str) -> None:
+        """Forget a plugin and all that it provides; nothing happens where there is none of that name."""
+        self._forget(name)
+        self._plugins.pop(name, None)
+
+    def _forget(self, name: str) -> None:
+        """Take out what a plugin registered; pluggy leaves a plugin that failed half registered."""
+        if self._pluggy.has_plugin(name):
+            self._pluggy.unregister(name=name)
+        for kind, spec_name in [key for key, owner in self._owner.items() if owner == name]:
+            del self._owner[kind, spec_name]
+            del self._specs[kind][spec_name]
+
+    def _trace(self, text: str) -> None:
+        if self._tracing:
+            sys.stderr.write(f"hfkv: {text}\n")
 
     def _record(self, name: str, origin: tuple[str | None, str | None], error: BaseException | None) -> Plugin:
         message = None if error is None else f"{type(error).__name__}: {error}"
         owned = tuple(self._specs[kind][spec] for (kind, spec), owner in self._owner.items() if owner == name)
         plugin = Plugin(name, *origin, message, owned)
         self._plugins[name] = plugin
+        if error is not None:
+            self._trace(f"plugin {name!r} is broken\n{''.join(traceback.format_exception(error))}")
         return plugin
 
-    def _check_hook_names(self) -> None:
+    def _check_marked(self, module: object) -> None:
+        for hook in KINDS:
+            if hasattr(module, hook) and self._pluggy.parse_hookimpl_opts(module, hook) is None:
+                raise ValueError(f"{hook} is not marked as a hook: write @hfkv.hookimpl above it")
+
+    def _check_hooks(self, module: object) -> None:
         try:
             self._pluggy.check_pending()
         except pluggy.PluginValidationError as error:
             unknown = str(error).partition("unknown hook '")[2].partition("'")[0]
             raise ValueError(f"unknown hook {unknown!r}.{closest(unknown, KINDS)}") from error
+        if not self._pluggy.get_hookcallers(module):
+            raise ValueError(f"{module!r} implements no hook; there are {', '.join(KINDS)}")
 
-    def _receive(self, hook: str, kind: type[specs.Spec], result: object) -> None:
+    def _receive(self, hook: str, kind: type[Spec], result: object) -> None:
         owner = self._registering
         if not isinstance(result, Iterable):
             raise TypeError(f"{hook} of plugin {owner!r} must yield {kind.__name__} records, got {result!r}")
         for spec in result:
             if type(spec) is not kind:
                 raise TypeError(f"{hook} of plugin {owner!r} must yield {kind.__name__} records, got {spec!r}")
-            if kind is specs.CacheSpec and spec.name in RESERVED:
-                raise ValueError(f"{spec.name!r} is a cache of transformers itself; plugin {owner!r} needs another name")
+            _check_fields(spec)
+            if spec.name in RESERVED.get(kind, ()):
+                raise ValueError(f"{kind.__name__} name {spec.name!r} is built in; plugin {owner!r} needs another name")
             other = self._owner.get((kind, spec.name))
             if other is not None:
                 raise ValueError(
                     f"{kind.__name__} {spec.name!r} of plugin {owner!r} is already provided by plugin "
                     f"{other!r}; uninstall one, or name the other in HFKV_PLUGINS"
                 )
+            self._trace(f"{kind.__name__} {spec.name!r}")
             self._specs[kind][spec.name] = spec
             self._owner[kind, spec.name] = owner
 
@@ -185,7 +221,7 @@ class PluginManager:
         """The registered specs of one kind, by name."""
         return dict(self._specs[kind])  # type: ignore[arg-type]
 
-    def owner(self, spec: specs.Spec) -> str:
+    def owner(self, spec: Spec) -> str:
         """The name of the plugin that yielded a spec."""
         return self._owner[type(spec), spec.name]
 
@@ -208,7 +244,11 @@ class PluginManager:
         spec = known.get(name) if isinstance(name, str) else None
         if spec is None:
             choices = ", ".join(sorted(known)) or "none: no installed plugin provides any"
-            raise ValueError(f"{option}={name!r} is not known. Choose from: {choices}.{closest(name, known)}")
+            broken = ", ".join(plugin.name for plugin in self._plugins.values() if plugin.error is not None)
+            raise ValueError(
+                f"{option}={name!r} is not known. Choose from: {choices}.{closest(name, known)}"
+                + (f" Broken plugins, which `hfkv list` explains: {broken}." if broken else "")
+            )
         problems = unmet(spec)
         if problems:
             fix = " ".join(f"'{text}'" for text in spec.requires)
@@ -240,14 +280,41 @@ def plugins() -> list[Plugin]:
 def register(plugin: ModuleType | object, name: str) -> None:
     """Register a plugin of this process (a module or an object with hook implementations), without an entry point.
 
+    Its names can be used at once. Registering again under the same name replaces what was registered before, so that
+    a notebook's cell can be run twice.
+
     Raises
     ------
     ValueError
-        The plugin is broken; nothing of it stays registered.
+        The plugin is broken; nothing of it stays registered. Or an installed plugin has that name.
     """
+    unregister(name)
     record = manager().register(plugin, name)
     if record.error is not None:
+        manager().unregister(name)
         raise ValueError(f"plugin {name!r}: {record.error}")
+    _names_changed()
+
+
+def unregister(name: str) -> None:
+    """Undo `register`; nothing happens where no plugin has that name.
+
+    Raises
+    ------
+    ValueError
+        The plugin of that name is an installed one.
+    """
+    installed = next((known for known in plugins() if known.name == name and known.distribution is not None), None)
+    if installed is not None:
+        raise ValueError(
+            f"the plugin name {name!r} belongs to the installed distribution {installed.distribution!r}: "
+            "choose another name, or leave it out with HFKV_PLUGINS"
+        )
+    manager().unregister(name)
+    _names_changed()
+
+
+def _names_changed() -> None:
     if "hfkv.integration" in sys.modules:
         from . import integration
 
