@@ -7,49 +7,39 @@ What is patched, and undone by `restore`:
 * ``GenerationMixin._prepare_generation_config``: refuses what no cache would read, before anything is computed;
 * ``GenerationMixin.init_continuous_batching``: refuses options that continuous batching would drop;
 * the attention function ``"sdpa"``: reads packed handles without dequantizing them.
+
+DiffusionGemma's copy of the names is put back (`keep_names_out`): it builds its own caches.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import registry
-from .defaults import get_default
+from . import attention, autoload, patching, registry
+from .defaults import KEY, get_default
 from .specs import CacheSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from .cache.view import KVView
+_logger = logging.getLogger("hfkv")
 
-# undo actions by what they undo, in the order in which they were made
-_undo: dict[str, Callable[[], None]] = {}
+_CONFIGURATION = "transformers.generation.configuration_utils"
+_NAMES = "ALL_CACHE_IMPLEMENTATIONS"
 
 # transformers' own caches that read `cache_config`
 _READS_CONFIG = frozenset({"quantized"})
 
 
 def restore() -> None:
-    """Undo every patch."""
-    while _undo:
-        _, undo = _undo.popitem()
-        undo()
-
-
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute by what ``make`` builds from it, once."""
-    key = f"{owner.__name__}.{name}"
-    if key in _undo or not hasattr(owner, name):
-        return
-    original = getattr(owner, name)
-    inherited = name not in vars(owner)
-    setattr(owner, name, make(original))
-    _undo[key] = lambda: delattr(owner, name) if inherited else setattr(owner, name, original)
+    """Undo every patch; what somebody else has replaced since is theirs and stays."""
+    patching.restore()
 
 
 def cache_names() -> tuple[str, ...]:
@@ -60,41 +50,76 @@ def cache_names() -> tuple[str, ...]:
 def add_names(configuration_utils: ModuleType) -> None:
     """Let `GenerationConfig.validate` accept the registered names."""
     # the STATIC and DYNAMIC tuples route inside generate: they stay as they are
-    _replace(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", lambda names: names + cache_names())
+    patching.replace(configuration_utils, _NAMES, lambda names: tuple(dict.fromkeys((*names, *cache_names()))))
+    for plugin in registry.plugins():
+        if plugin.error is not None:
+            _logger.warning("hfkv left out the plugin %r: %s", plugin.name, plugin.error)
 
 
 def refresh_names() -> None:
-    """Accept names that were registered since `add_names`."""
-    key = "transformers.generation.configuration_utils.ALL_CACHE_IMPLEMENTATIONS"
-    if key in _undo:
-        _undo.pop(key)()
-        add_names(sys.modules["transformers.generation.configuration_utils"])
+    """Accept the names that are registered now, where `add_names` has run."""
+    configuration_utils = sys.modules.get(_CONFIGURATION)
+    if patching.undo(configuration_utils, _NAMES):
+        patching.replace(configuration_utils, _NAMES, lambda names: tuple(dict.fromkeys((*names, *cache_names()))))
+
+
+def keep_names_out(diffusion_gemma: ModuleType) -> None:
+    """Let DiffusionGemma refuse our names: it copies the tuple of names, and builds transformers' caches only."""
+    names = getattr(diffusion_gemma, _NAMES)
+    setattr(diffusion_gemma, _NAMES, tuple(name for name in names if name not in cache_names()))
 
 
 def wrap_generation(utils: ModuleType) -> None:
     """Let `generate` build the registered caches."""
-    # the names again: their module may have been half imported when we were activated
-    add_names(sys.modules["transformers.generation.configuration_utils"])
     mixin = utils.GenerationMixin
-    _replace(mixin, "_prepare_cache_for_generation", _prepare_cache_wrapper)
-    _replace(mixin, "_prepare_generation_config", _prepare_config_wrapper)
-    _replace(mixin, "init_continuous_batching", _continuous_batching_wrapper)
+    patching.replace(mixin, "_prepare_cache_for_generation", _prepare_cache_wrapper)
+    patching.replace(mixin, "_prepare_generation_config", _prepare_config_wrapper)
+    patching.replace(mixin, "init_continuous_batching", _continuous_batching_wrapper)
 
 
 def _prepare_config_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         generation_config = result[0] if isinstance(result, tuple) else result
+        given = signature.bind(self, *args, **kwargs).arguments
+        _settle_options(generation_config, given.get("kwargs"), given.get("generation_config"), self.generation_config)
         name = generation_config.cache_implementation
-        if name in cache_names() and _ignores_names(type(self)):
-            raise NotImplementedError(
-                f"{type(self).__name__} prepares its own cache and does not read cache_implementation={name!r}. "
-                f"Pass a cache instead: hfkv.make_cache({name!r}, model)"
-            )
+        if name in cache_names() and generation_config.use_cache is not False:
+            check_model(self, name)
         return result
 
     return _prepare_generation_config
+
+
+def _settle_options(generation_config: Any, keywords: Any, passed: Any, model_default: Any) -> None:
+    """Let options go with the cache that they were written for: another name, of higher precedence, drops them."""
+    if getattr(passed, "is_assistant", False):
+        # a copy of the target model's config: its options are for the target's cache
+        generation_config.cache_config = model_default.cache_config
+        return
+    levels = [keywords or {}, *(vars(config) for config in (passed, model_default) if config is not None)]
+    for level in levels:
+        if level.get("cache_config") is not None:
+            beside = level.get("cache_implementation")
+            if beside is not None and beside != generation_config.cache_implementation:
+                generation_config.cache_config = None
+            return
+
+
+def check_model(model: Any, name: str) -> None:
+    """Raise NotImplementedError for a model whose `generate` cannot be given a cache by name."""
+    if not model._supports_default_dynamic_cache():
+        raise NotImplementedError(
+            f"{type(model).__name__} keeps its state itself and takes no cache, so {name!r} cannot be used"
+        )
+    if _ignores_names(type(model)):
+        raise NotImplementedError(
+            f"{type(model).__name__} prepares its own cache and does not read cache_implementation={name!r}. "
+            f"Pass a cache instead: hfkv.make_cache({name!r}, model)"
+        )
 
 
 def _ignores_names(model_class: type) -> bool:
@@ -105,8 +130,9 @@ def _ignores_names(model_class: type) -> bool:
             continue
         if owner.__name__ == "GenerationMixin":
             return False
-        # an override that calls super() comes to ours in the end
-        if "super" not in getattr(method, "__code__", None).co_names:  # type: ignore[union-attr]
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        # an override that calls super(), or the method of a base by its name, comes to ours in the end
+        if code is None or not {"super", "_prepare_cache_for_generation"} & set(code.co_names):
             return True
     return False
 
@@ -118,24 +144,26 @@ def _prepare_cache_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_cache_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(self, *args, **kwargs).arguments
         generation_config, model_kwargs = arguments["generation_config"], arguments["model_kwargs"]
-        given = next((model_kwargs[key] for key in ("cache", "past_key_values") if model_kwargs.get(key) is not None), None)
+        given = next(
+            (model_kwargs[key] for key in ("cache", "past_key_values") if model_kwargs.get(key) is not None), None
+        )
         request = _requested(self, generation_config, given)
         if request is not None:
-            if not self._supports_default_dynamic_cache():
-                raise NotImplementedError(
-                    f"{type(self).__name__} keeps its state itself and takes no cache, so {request[0]!r} cannot be used"
-                )
+            check_model(self, request[0])
             _put_cache(self, *request, generation_config, model_kwargs)
             return None
-        if given is not None and hasattr(given, "note_mask"):
-            given.note_mask(_token_mask(self, model_kwargs))
+        # an encoder-decoder cache has ours inside
+        ours: Any = getattr(given, "self_attention_cache", given)
+        if hasattr(ours, "note_mask"):
+            enable_fused_attention()
+            ours.note_mask(_token_mask(self, model_kwargs))
         return original(self, *args, **kwargs)
 
     return _prepare_cache_for_generation
 
 
-def _requested(model: Any, generation_config: Any, given: Any) -> tuple[str, dict[str, Any]] | None:
-    """The cache of ours that a call to `generate` asks for, with its options.
+def _requested(model: Any, generation_config: Any, given: Any) -> tuple[str, dict[str, Any], str] | None:
+    """The cache of ours that a call to `generate` asks for, its options, and where it is named.
 
     Raises
     ------
@@ -146,14 +174,19 @@ def _requested(model: Any, generation_config: Any, given: Any) -> tuple[str, dic
         return None
     name, options = generation_config.cache_implementation, generation_config.cache_config
     if name in cache_names():
-        # with a cache given as well, transformers raises
-        return None if given is not None else (name, _as_options(options))
-    default = None
+        if given is None:
+            return name, _as_options(options), "cache_implementation"
+        if generation_config.is_assistant:
+            # an assistant is handed the cache of its first round in each later one
+            generation_config.cache_implementation = None
+        # in any other call transformers raises: a cache and a name
+        return None
     if name is None and given is None:
-        default = get_default(generation_config, getattr(model, "generation_config", None))
-    if default is not None:
-        return default[0], {**default[1], **_as_options(options)}
-    if options is not None and name not in _READS_CONFIG:
+        # an assistant's config is a copy of the target's: only its own model's default counts
+        default = get_default(*([] if generation_config.is_assistant else [generation_config]), model.generation_config)
+        if default is not None:
+            return default[0], {**default[1], **_as_options(options)}, f"generation_config.{KEY}"
+    if options is not None and name not in _READS_CONFIG and not generation_config.is_assistant:
         used = "the cache that was passed" if given is not None else f"cache_implementation={name!r}"
         raise ValueError(
             f"cache_config={options!r} would be ignored: {used} does not read it. "
@@ -173,17 +206,17 @@ def _as_options(cache_config: Any) -> dict[str, Any]:
 
 
 def _put_cache(
-    model: Any, name: str, options: dict[str, Any], generation_config: Any, model_kwargs: dict[str, Any]
+    model: Any, name: str, options: dict[str, Any], named_in: str, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> None:
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-    from .cache.build import make_cache
+    from .cache.build import build_cache
 
-    cache: Any = make_cache(name, model, **options)
+    cache: Any = build_cache(name, model, options, named_in)
     cache.note_mask(_token_mask(model, model_kwargs))
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
-    if getattr(generation_config, "is_assistant", False):
+    if generation_config.is_assistant:
         cache.activate_past_recording()
     model_kwargs[cache_argument(model)] = cache
 
@@ -198,7 +231,12 @@ def _token_mask(model: Any, model_kwargs: dict[str, Any]) -> torch.Tensor | None
 
 def cache_argument(model: Any) -> str:
     """What the model's forward calls its cache: ``"cache"`` since transformers 5.24, ``"past_key_values"`` before."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    # a forward that was wrapped may name neither: then what `generate` itself calls it
+    for function in (model.forward, model.prepare_inputs_for_generation):
+        for name in ("cache", "past_key_values"):
+            if name in inspect.signature(function).parameters:
+                return name
+    return "cache"
 
 
 def _continuous_batching_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,70 +257,27 @@ def _continuous_batching_wrapper(original: Callable[..., Any]) -> Callable[..., 
                 f"continuous batching would ignore cache_config={generation_config.cache_config!r}: remove it, or use "
                 "generate with a cache that reads it"
             )
+        default = get_default(self.generation_config)
+        if default is not None:
+            _logger.warning("continuous batching has a paged cache of its own: the default %r is not used", default[0])
         return original(self, *args, **kwargs)
 
     return init_continuous_batching
 
 
 def enable_fused_attention() -> None:
-    """Let the attention function ``"sdpa"`` read packed handles; called when the first cache is built."""
-    if "sdpa" in _undo:
+    """Let the attention function ``"sdpa"`` read packed handles, where hfkv is active; called for each cache.
+
+    Without it a handle is dequantized at each use: right, and slow.
+    """
+    if not autoload.is_active():
+        _tell_that_attention_is_slow()
         return
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import AttentionInterface
 
-    original = AttentionInterface._global_mapping.get("sdpa", sdpa_attention_forward)
-    AttentionInterface.register("sdpa", _attention_wrapper(original))
-    _undo["sdpa"] = lambda: AttentionInterface.register("sdpa", original)
+    patching.replace(AttentionInterface._global_mapping, "sdpa", attention.wrap)
 
 
-# what an attention function may be given that changes the scores; the original function ignores or refuses the rest
-_CHANGES_SCORES = ("position_bias", "softcap")
-
-
-def _attention_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sdpa_attention_forward(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        from .cache.view import KVHandle
-
-        if not isinstance(key, KVHandle):
-            return original(module, query, key, value, attention_mask, *args, **kwargs)
-        plain = not args and not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _CHANGES_SCORES)
-        if not (plain and isinstance(value, KVHandle) and value.view is key.view):
-            value = value.dense() if isinstance(value, KVHandle) else value
-            return original(module, query, key.dense(), value, attention_mask, *args, **kwargs)
-        return _attend(module, query, key.view, attention_mask, kwargs.get("scaling"), kwargs.get("is_causal")), None
-
-    return sdpa_attention_forward
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    view: KVView,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    is_causal: bool | None,
-) -> torch.Tensor:
-    """Attention over packed and exact segments: ``[batch, queries, heads, value_head_dim]``."""
-    from . import kernels
-
-    if mask is not None:
-        if mask.shape[-1] != view.length:
-            raise ValueError(
-                f"the attention mask covers {mask.shape[-1]} tokens and the cache holds {view.length}: pass the mask of "
-                "all tokens, cached ones included"
-            )
-        mask = view.arrange(mask)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output, _ = kernels.attend(query, view, mask, scale=scale, causal=causal)
-    return output.transpose(1, 2).contiguous()
+@functools.cache
+def _tell_that_attention_is_slow() -> None:
+    _logger.warning("hfkv is not active, so attention dequantizes a packed cache at each step. Fix: hfkv.activate()")

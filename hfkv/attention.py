@@ -1,0 +1,65 @@
+"""Attention that reads packed handles without dequantizing them: what ``"sdpa"`` becomes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from .cache.view import KVView
+
+# what an attention function may be given that changes the scores; the original function ignores or refuses the rest
+_CHANGES_SCORES = ("position_bias", "softcap")
+
+
+def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' sdpa attention, which runs the fused kernels where keys and values are packed handles."""
+
+    @functools.wraps(original)
+    def sdpa_attention_forward(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from .cache.view import KVHandle
+
+        if not isinstance(key, KVHandle):
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        plain = not args and not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _CHANGES_SCORES)
+        if not (plain and isinstance(value, KVHandle) and value.view is key.view):
+            value = value.dense() if isinstance(value, KVHandle) else value
+            return original(module, query, key.dense(), value, attention_mask, *args, **kwargs)
+        return _attend(module, query, key.view, attention_mask, kwargs.get("scaling"), kwargs.get("is_causal")), None
+
+    return sdpa_attention_forward
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    is_causal: bool | None,
+) -> torch.Tensor:
+    """Attention over packed and exact segments: ``[batch, queries, heads, value_head_dim]``."""
+    from . import kernels
+
+    if mask is not None:
+        if mask.shape[-1] != view.length:
+            raise ValueError(
+                f"the attention mask covers {mask.shape[-1]} tokens and the cache holds {view.length}: pass the mask "
+                "of all tokens, cached ones included"
+            )
+        mask = view.arrange(mask)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output, _ = kernels.attend(query, view, mask, scale=scale, causal=causal)
+    return output.transpose(1, 2).contiguous()
