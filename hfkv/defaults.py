@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,15 +29,23 @@ def set_default(model: PreTrainedModel, name: str | None, **options: Any) -> Non
     ------
     ValueError, ImportError
         As `hfkv.make_cache`.
+    NotImplementedError
+        The model's `generate` takes no cache by name.
+    TypeError
+        The model has no `generate`.
     """
-    from .cache.build import make_cache
+    from . import integration
+    from .cache.build import build_cache
 
+    if not model.can_generate():
+        raise TypeError(f"{type(model).__name__} has no generate to set a default for")
     if name is None:
         if hasattr(model.generation_config, KEY):
             delattr(model.generation_config, KEY)
         return
-    make_cache(name, model, **options)
-    setattr(model.generation_config, KEY, {"cache": name, **options})
+    integration.check_model(model, name)
+    build_cache(name, model, options)
+    setattr(model.generation_config, KEY, {"cache": name, **copy.deepcopy(options)})
     # a config that was derived from the model's is loaded without its custom keys, and this one no longer is
     model.generation_config._from_model_config = False
 
@@ -45,6 +55,10 @@ def get_default(*generation_configs: Any) -> tuple[str, dict[str, Any]] | None:
     for generation_config in generation_configs:
         stored = getattr(generation_config, KEY, None)
         if stored:
+            if not isinstance(stored, Mapping) or "cache" not in stored:
+                raise ValueError(
+                    f"generation_config.{KEY}={stored!r} names no cache. Fix: hfkv.set_default(model, name)"
+                )
             options = dict(stored)
             return options.pop("cache"), options
     return None

@@ -44,49 +44,59 @@ def make_cache(name: str, model_or_config: PreTrainedModel | PretrainedConfig, *
     ------
     ValueError
         Unknown name or option, or a value that is not allowed.
+    NotImplementedError
+        The model has no layer that the technique works on.
     ImportError
         The technique's requirements are not installed.
     """
-    config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
-    integration.enable_fused_attention()
+    return build_cache(name, model_or_config, options)
+
+
+def build_cache(
+    name: str,
+    model_or_config: PreTrainedModel | PretrainedConfig,
+    options: Mapping[str, Any],
+    named_in: str = "cache_implementation",
+) -> HFKVCache:
+    """`make_cache` with the options in a mapping, which stays as it is; ``named_in`` is for its messages."""
+    config = getattr(model_or_config, "config", model_or_config)
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(f"expected a model or its config, got {type(model_or_config).__name__}")
+    config = config.get_text_config(decoder=True)
+    base = dict(options)
+    given_layers = base.pop("layers", {})
+    build = _builder(name, base, named_in)
     layers: list[Any] = list(DynamicCache(config=config).layers)
     eligible = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-    overrides = dict(options)
-    by_layer = _by_layer(overrides.pop("layers", {}), len(layers), eligible)
+    if not eligible:
+        kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"
+        raise NotImplementedError(
+            f"{name!r} works on full-attention layers, and {type(config).__name__} has none (cache layers: {kinds})"
+        )
     padding = Padding()
-    builders: dict[int, Callable[[LayerContext], KVLayer]] = {}
-    base = _builder(name, overrides)
+    by_layer = _by_layer(given_layers, len(layers), eligible, name, base)
     for index in eligible:
-        override = by_layer.get(index)
-        if override == KEEP:
-            continue
-        builders[index] = base if override is None else _builder(*_override(name, overrides, override))
-        layers[index] = builders[index](LayerContext(index, config, padding))
+        build_layer = by_layer.get(index, build)
+        if build_layer is not None:
+            layers[index] = build_layer(LayerContext(index, config, padding))
+    integration.enable_fused_attention()
     return HFKVCache(name, layers, padding)
 
 
-def _builder(name: str, options: Mapping[str, Any]) -> Callable[[LayerContext], KVLayer]:
-    layer_class: type[KVLayer] = registry.find(CacheSpec, name, "cache_implementation")
+def _builder(name: str, options: Mapping[str, Any], named_in: str) -> Callable[[LayerContext], KVLayer]:
+    layer_class: type[KVLayer] = registry.find(CacheSpec, name, named_in)
     parsed: CacheOptions = layer_class.Options.parse(options, name)
     return lambda context: layer_class(parsed, context)
 
 
-def _override(name: str, base: Mapping[str, Any], override: Any) -> tuple[str, dict[str, Any]]:
-    """The technique and the options of one overridden layer."""
-    if isinstance(override, str):
-        return override, {}
-    own = dict(override)
-    technique = own.pop("cache", name)
-    return technique, {**base, **own} if technique == name else own
-
-
-def _by_layer(given: Any, count: int, eligible: list[int]) -> dict[int, Any]:
+def _by_layer(
+    given: Any, count: int, eligible: list[int], name: str, base: Mapping[str, Any]
+) -> dict[int, Callable[[LayerContext], KVLayer] | None]:
+    """What builds each overridden layer; None for one that keeps what transformers gives it."""
     if not isinstance(given, Mapping):
         raise ValueError(f"layers={given!r} must be a dict such as {{'0': {{'nbits': 8}}, '1-3': 'dynamic'}}")
-    result: dict[int, Any] = {}
+    result: dict[int, Callable[[LayerContext], KVLayer] | None] = {}
     for key, override in given.items():
-        if not isinstance(override, str | Mapping):
-            raise ValueError(f"layers[{key!r}]={override!r} must be a dict of options or the name of a cache")
         indices = _indices(key, count)
         named = [index for index in indices if index in eligible]
         if not named:
@@ -94,8 +104,25 @@ def _by_layer(given: Any, count: int, eligible: list[int]) -> dict[int, Any]:
                 f"layers[{key!r}] names no full-attention layer; such layers of this model: {eligible}. "
                 "Other layers keep transformers' own cache"
             )
-        result.update(dict.fromkeys(named, override))
+        result.update(dict.fromkeys(named, _override(key, override, name, base)))
     return result
+
+
+def _override(
+    key: object, override: Any, name: str, base: Mapping[str, Any]
+) -> Callable[[LayerContext], KVLayer] | None:
+    if not isinstance(override, str | Mapping):
+        raise ValueError(f"layers[{key!r}]={override!r} must be a dict of options or the name of a cache")
+    own = {"cache": override} if isinstance(override, str) else dict(override)
+    technique = own.pop("cache", name)
+    if "layers" in own:
+        raise ValueError(f"layers[{key!r}] has overrides of its own: write them beside it")
+    if technique == KEEP:
+        if own:
+            raise ValueError(f"layers[{key!r}]={override!r}: {KEEP!r} takes no options")
+        return None
+    # another technique has other options: it starts from its own defaults
+    return _builder(technique, {**base, **own} if technique == name else own, f"layers[{key!r}]")
 
 
 def _indices(key: object, count: int) -> range:
