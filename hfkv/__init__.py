@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .hookspecs import hookimpl as hookimpl
     from .registry import plugins as plugins
     from .registry import register as register
+    from .registry import unregister as unregister
     from .specs import AssistantSpec as AssistantSpec
     from .specs import CacheSpec as CacheSpec
     from .specs import KernelSpec as KernelSpec
@@ -42,6 +43,7 @@ _HOME = {
     "hookimpl": "hookspecs",
     "plugins": "registry",
     "register": "registry",
+    "unregister": "registry",
     "AssistantSpec": "specs",
     "CacheSpec": "specs",
     "KernelSpec": "specs",
