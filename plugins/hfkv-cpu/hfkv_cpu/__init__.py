@@ -1,0 +1,1 @@
+"""CPU kernels for hfkv: attention on packed caches, packing and unpacking in C++."""

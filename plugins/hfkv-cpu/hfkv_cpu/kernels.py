@@ -1,0 +1,146 @@
+"""The op table's entry for the CPU: checks, pointers and strides; the work is done in ``src/``."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from hfkv.cache import KVQuantizer, KVView, PackedBlocks, PackedFormat
+from hfkv.kernels import Request
+
+from . import _kernels
+
+# the numbers of `hfkv::Type`
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CpuKernels:
+    """Kernels of one instruction set.
+
+    Parameters
+    ----------
+    isa
+        ``"avx512_vnni"``, ``"avx512"``, ``"avx2"`` or ``"portable"``; None is the best that this processor has.
+
+    Raises
+    ------
+    ValueError
+        The processor does not have it, or there is no such name.
+    """
+
+    name = "cpu"
+
+    def __init__(self, isa: str | None = None) -> None:
+        names = _kernels.isa_names()
+        if isa is not None and isa not in names:
+            raise ValueError(f"HFKV_CPU_ISA={isa!r} is not one of this processor's: {', '.join(names)}")
+        self.isa = isa or names[0]
+        self._index = names.index(self.isa)
+
+    def supports(self, request: Request) -> tuple[bool, str]:
+        """Any format and shape on the CPU; packing by round to nearest only."""
+        if request.device != "cpu":
+            return False, f"runs on the CPU, not on {request.device}"
+        if request.dtype not in FLOATS:
+            return False, f"{request.dtype} is not one of float32, bfloat16, float16"
+        if len({format.block_length for format in request.formats}) > 1:
+            return False, "keys and values are in blocks of different lengths"
+        if request.op == "pack":
+            if request.quantizer != "rtn":
+                return False, f"packs with backend 'rtn' only; {request.quantizer!r} decides its codes in torch"
+            if request.formats[0].codebook is not None:
+                return False, "packs uniform grids only, not codebooks"
+        return True, f"{self.isa}, threads: {_kernels.threads_from()}"
+
+    def pack(self, states: torch.Tensor, format: PackedFormat, quantizer: KVQuantizer) -> PackedBlocks:
+        """Quantize whole blocks, to the bit as `ReferenceKernels.pack`."""
+        batch, heads, tokens, _ = states.shape
+        blocks = PackedBlocks.empty(format, batch, heads, tokens // format.block_length)
+        states = _rows(states)
+        _kernels.pack(self._index, torch.get_num_threads(), _tensor(states), _blocks(blocks), batch, heads)
+        return blocks
+
+    def unpack(self, blocks: PackedBlocks, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize blocks (`ReferenceKernels.unpack`)."""
+        blocks = _whole_groups(blocks)
+        batch, heads = blocks.codes.shape[:2]
+        states = torch.empty(batch, heads, blocks.length, blocks.format.head_dim, dtype=dtype)
+        _kernels.unpack(self._index, torch.get_num_threads(), _tensor(states), _blocks(blocks), batch, heads)
+        return states
+
+    def attend(
+        self, query: torch.Tensor, view: KVView, mask: torch.Tensor | None, scale: float, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over packed and exact segments (`ReferenceKernels.attend`)."""
+        batch, heads, queries, _ = query.shape
+        exact_keys, exact_values = _rows(view.exact_keys), _rows(view.exact_values)
+        keys, values = _whole_groups(view.keys), _whole_groups(view.values)
+        query = _rows(query)
+        # as the caller wants it in the end: [batch, queries, heads, channels] is contiguous
+        output = query.new_empty(batch, queries, heads, values.format.head_dim).transpose(1, 2)
+        lse = torch.empty(batch, heads, queries, dtype=torch.float32)
+        if mask is not None:
+            mask = _rows(mask if mask.dtype in TYPES else mask.float()).expand(batch, heads, -1, -1)
+        _kernels.attend(
+            self._index,
+            torch.get_num_threads(),
+            _tensor(query),
+            _tensor(exact_keys),
+            _tensor(exact_values),
+            _blocks(keys),
+            _blocks(values),
+            None if mask is None else _tensor(mask),
+            _tensor(output),
+            lse.data_ptr(),
+            (batch, heads, exact_keys.shape[1], queries, exact_keys.shape[2], view.sink),
+            scale,
+            causal,
+        )
+        return output, lse
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """The same numbers, those of a row next to each other."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _tensor(states: torch.Tensor) -> tuple[int, int, int, int, int]:
+    batch, head, row, _ = states.stride()
+    return states.data_ptr(), TYPES[states.dtype], batch, head, row
+
+
+def _whole_groups(blocks: PackedBlocks) -> PackedBlocks:
+    """The same blocks, each of them contiguous: stores make them so, and views of stores keep it."""
+    codes, scale, offset = blocks.codes, blocks.scale, blocks.offset
+    within = (blocks.format.group_bytes, 1)
+    if codes.stride()[3:] == within and scale.stride(3) == 1 and scale.stride() == offset.stride():
+        return blocks
+    return blocks.map(torch.Tensor.contiguous)
+
+
+def _blocks(blocks: PackedBlocks) -> tuple[Any, ...]:
+    codes, scale = blocks.codes, blocks.scale
+    pointers = codes.data_ptr(), scale.data_ptr(), blocks.offset.data_ptr()
+    return _format(blocks.format), codes.shape[2], *pointers, *codes.stride()[:3], *scale.stride()[:3]
+
+
+@functools.lru_cache(maxsize=256)
+def _format(format: PackedFormat) -> Any:
+    return _kernels.Format(
+        format.nbits,
+        format.axis == "channel",
+        format.block_length,
+        format.head_dim,
+        format.channel_groups,
+        format.group,
+        format.group_bytes,
+        format.groups,
+        list(format.codebook or ()),
+    )
+
+
+kernels = CpuKernels(os.environ.get("HFKV_CPU_ISA") or None)

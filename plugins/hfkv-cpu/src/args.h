@@ -1,0 +1,76 @@
+// What crosses the border between the module and the kernels: plain records of pointers and strides.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hfkv {
+
+enum class Type : int { float32, bfloat16, float16, boolean };
+
+// A tensor [batch, heads, tokens, channels]; strides are in elements and the last one is 1.
+struct Tensor {
+    void* data = nullptr;
+    int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+    Type type = Type::float32;
+};
+
+// How keys or values are packed: `hfkv.cache.PackedFormat`.
+struct Format {
+    int nbits;
+    bool channel_axis;
+    int64_t block_length, head_dim, runs, group, group_bytes, groups;
+    // 256 levels: the codebook, or 0, 1, 2, ..., repeated
+    const float* levels;
+    bool codebook;
+};
+
+// Packed blocks [batch, heads, blocks, groups, group_bytes]: `hfkv.cache.PackedBlocks`. The last two dimensions are
+// contiguous, those of scale and offset too; their strides are equal.
+struct Blocks {
+    Format format;
+    uint8_t* codes;
+    uint16_t *scale, *offset;
+    int64_t codes_batch, codes_head, codes_block;
+    int64_t scale_batch, scale_head, scale_block;
+    int64_t count;
+};
+
+struct Attend {
+    int64_t batch, heads, kv_heads, queries;
+    int64_t exact_length, sink;
+    Tensor query, exact_keys, exact_values, output;
+    // data null: every query attends to all tokens; strides of 0 broadcast
+    Tensor mask;
+    float* lse;
+    Blocks keys, values;
+    float scale;
+    bool causal;
+    // the plan: rows of a unit, and into how many parts the context is split
+    int64_t unit_rows, row_blocks, splits;
+    // partial results of the splits: `partial_size` floats a unit
+    float* partial;
+    int64_t partial_size;
+};
+
+struct Convert {
+    int64_t batch, heads;
+    Tensor states;
+    Blocks blocks;
+};
+
+// One instruction set's kernels. `scratch` is 64-byte aligned and as large as the matching function says, in floats.
+struct Kernels {
+    const char* name;
+    int64_t (*attend_scratch)(const Attend&);
+    int64_t (*partial_size)(const Attend&);
+    void (*attend)(const Attend&, int64_t unit, float* scratch);
+    // joins the splits of the `index`-th (batch, kv_head, block of rows)
+    void (*merge)(const Attend&, int64_t index);
+    int64_t (*convert_scratch)(const Convert&);
+    // the `index`-th block of (batch, head, block)
+    void (*pack)(const Convert&, int64_t index, float* scratch);
+    void (*unpack)(const Convert&, int64_t index, float* scratch);
+};
+
+}  // namespace hfkv

@@ -1,0 +1,316 @@
+// Attention of a few query rows over a part of one KV head's tokens: packed blocks, then exact tokens, by online
+// softmax. A unit's rows are the queries of the query heads that share the KV head.
+#pragma once
+
+#include "codes.h"
+#include "gemm.h"
+
+namespace hfkv {
+namespace HFKV_ISA {
+
+// tokens between two updates of the softmax
+constexpr int64_t STEP = 128;
+// from here on it is cheaper to scale a tile's codes once than to fold the scales into every row
+constexpr int64_t FOLD_ROWS = 16;
+
+// Room for a unit, and the sizes of its parts.
+struct Room {
+    int64_t rows, depth, width, step, tokens;
+    float *query, *folded, *scores, *output, *tile, *group, *scale, *offset, *weights, *maximum, *total, *start, *shift;
+    int64_t size;
+
+    Room(const Attend& a, float* base) {
+        const Format &k = a.keys.format, &v = a.values.format;
+        rows = a.unit_rows;
+        depth = round_up(k.head_dim, 32);
+        width = round_up(larger(v.runs * v.group, v.head_dim), 32);
+        const int64_t block = k.block_length;
+        step = larger(1, STEP / block);
+        tokens = round_up(larger(step * block, STEP), 16) + 16;
+        size = 0;
+        auto take = [&](int64_t count) {
+            float* p = base + size;
+            size += round_up(count, 16);
+            return p;
+        };
+        query = take(rows * depth);
+        folded = take(rows * depth);
+        scores = take(rows * tokens);
+        output = take(rows * width);
+        const int64_t packed = larger(depth * round_up(block, 16), block * width);
+        tile = take(larger(packed, STEP * larger(depth, width)));
+        group = take(larger(k.group, v.group) + 16);
+        const int64_t groups = round_up(larger(k.groups, v.groups), 16);
+        scale = take(groups);
+        offset = take(groups);
+        weights = take(rows * round_up(block, 16));
+        maximum = take(rows);
+        total = take(rows);
+        start = take(rows);
+        shift = take(rows * v.runs);
+    }
+};
+
+static int64_t attend_scratch(const Attend& a) { return Room(a, nullptr).size; }
+
+// of one unit's partial result: the sums, then the maximum and the total of each row
+static int64_t partial_size(const Attend& a) { return a.unit_rows * (a.values.format.head_dim + 2); }
+
+struct Unit {
+    const Attend& a;
+    const Room room;
+    int64_t batch, kv_head, first_row, rows, share;
+    Expand expand_keys, expand_values, dequantize_keys, dequantize_values;
+    bool fold_keys, fold_values;
+
+    Unit(const Attend& args, float* scratch) : a(args), room(args, scratch) {
+        const Format &k = a.keys.format, &v = a.values.format;
+        share = a.heads / a.kv_heads;
+        expand_keys = expand_for<false>(k);
+        expand_values = expand_for<false>(v);
+        dequantize_keys = expand_for<true>(k);
+        dequantize_values = expand_for<true>(v);
+    }
+
+    void place(int64_t index) {
+        first_row = index % a.row_blocks * a.unit_rows;
+        kv_head = index / a.row_blocks % a.kv_heads;
+        batch = index / a.row_blocks / a.kv_heads;
+        rows = smaller(a.unit_rows, share * a.queries - first_row);
+        const Format &k = a.keys.format, &v = a.values.format;
+        fold_keys = rows <= FOLD_ROWS && k.channel_axis;
+        fold_values = rows <= FOLD_ROWS && !v.channel_axis && v.group % W == 0;
+    }
+
+    int64_t head_of(int64_t row) const { return kv_head * share + (first_row + row) / a.queries; }
+    int64_t query_of(int64_t row) const { return (first_row + row) % a.queries; }
+
+    void load_query() {
+        const Tensor& q = a.query;
+        const int64_t size = type_size(q.type);
+        for (int64_t r = 0; r < rows; r++) {
+            const char* p = (const char*)q.data +
+                            (batch * q.batch_stride + head_of(r) * q.head_stride + query_of(r) * q.row_stride) * size;
+            to_floats(p, q.type, a.keys.format.head_dim, a.scale, room.query + r * room.depth, room.depth);
+            room.maximum[r] = -FLT_MAX;
+            room.total[r] = 0;
+        }
+        memset(room.output, 0, rows * room.width * sizeof(float));
+    }
+
+    // The scores of columns `column` to `column + count`: add the mask, or leave out what is later than the query.
+    void apply_mask(float* scores, int64_t column, int64_t count) const {
+        const Tensor& m = a.mask;
+        if (m.data) {
+            const int64_t size = type_size(m.type);
+            for (int64_t r = 0; r < rows; r++) {
+                const char* p = (const char*)m.data + (batch * m.batch_stride + head_of(r) * m.head_stride +
+                                                       query_of(r) * m.row_stride + column) * size;
+                float* s = scores + r * room.tokens;
+                if (m.type == Type::boolean) {
+                    for (int64_t i = 0; i < count; i++) s[i] = p[i] ? s[i] : -INFINITY;
+                } else if (m.type == Type::float32) {
+                    for (int64_t i = 0; i < count; i++) s[i] += ((const float*)p)[i];
+                } else if (m.type == Type::bfloat16) {
+                    for (int64_t i = 0; i < count; i++) s[i] += bfloat_to_float(((const uint16_t*)p)[i]);
+                } else {
+                    for (int64_t i = 0; i < count; i++) s[i] += half_to_float(((const uint16_t*)p)[i]);
+                }
+            }
+        } else if (a.causal) {
+            const int64_t length = a.exact_length + a.keys.count * a.keys.format.block_length;
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t limit = length - (a.queries - 1 - query_of(r));
+                for (int64_t i = larger(0, limit - column); i < count; i++) scores[r * room.tokens + i] = -INFINITY;
+            }
+        }
+    }
+
+    // Scores to weights, and what was summed before to the new maximum.
+    void soften(int64_t count) {
+        const int64_t padded = round_up(count, W);
+        for (int64_t r = 0; r < rows; r++) {
+            float* s = room.scores + r * room.tokens;
+            for (int64_t i = count; i < padded; i++) s[i] = -INFINITY;
+            vf highest = load(s);
+            for (int64_t i = W; i < padded; i += W) highest = maximum(highest, load(s + i));
+            const float before = room.maximum[r], top = largest(highest);
+            if (top > before) {
+                room.maximum[r] = top;
+                if (room.total[r] > 0) {
+                    const float kept = exp_nonpositive(set(before - top))[0];
+                    room.total[r] *= kept;
+                    float* o = room.output + r * room.width;
+                    for (int64_t c = 0; c < room.width; c += W) store(o + c, load(o + c) * kept);
+                }
+            }
+            const float now = room.maximum[r];
+            vf total = {};
+            for (int64_t i = 0; i < padded; i += W) {
+                vf weight = exp_nonpositive(load(s + i) - now);
+                total += weight;
+                store(s + i, weight);
+            }
+            room.total[r] += sum(total);
+        }
+    }
+
+    void score_block(int64_t block, float* scores) {
+        const Format& f = a.keys.format;
+        const uint8_t* codes = codes_of(a.keys, batch, kv_head, block);
+        const int64_t at = scale_of(a.keys, batch, kv_head, block), stride = round_up(f.block_length, W);
+        to_floats(a.keys.scale + at, Type::float16, f.groups, 1, room.scale, round_up(f.groups, W));
+        to_floats(a.keys.offset + at, Type::float16, f.groups, 1, room.offset, round_up(f.groups, W));
+        const float* query = room.query;
+        if (fold_keys) {
+            expand_keys(f, codes, f.groups, nullptr, nullptr, room.tile, stride);
+            for (int64_t r = 0; r < rows; r++) {
+                const float* q = room.query + r * room.depth;
+                float* folded = room.folded + r * room.depth;
+                vf dot = {};
+                for (int64_t d = 0; d < f.head_dim; d += W) {
+                    dot += load(q + d) * load(room.offset + d);
+                    store(folded + d, load(q + d) * load(room.scale + d));
+                }
+                room.start[r] = sum(dot);
+            }
+            query = room.folded;
+        } else {
+            dequantize_block(f, dequantize_keys, codes, room.scale, room.offset, false, room.tile, stride, room.group);
+        }
+        product<false>(query, room.depth, room.tile, stride, scores, room.tokens, rows, stride, f.head_dim,
+                       fold_keys ? room.start : nullptr);
+    }
+
+    void add_block(int64_t block, const float* weights) {
+        const Format& f = a.values.format;
+        const uint8_t* codes = codes_of(a.values, batch, kv_head, block);
+        const int64_t at = scale_of(a.values, batch, kv_head, block), length = f.block_length;
+        to_floats(a.values.scale + at, Type::float16, f.groups, 1, room.scale, round_up(f.groups, W));
+        to_floats(a.values.offset + at, Type::float16, f.groups, 1, room.offset, round_up(f.groups, W));
+        if (!fold_values) {
+            dequantize_block(f, dequantize_values, codes, room.scale, room.offset, true, room.tile, room.width, room.group);
+            product<true>(weights, room.tokens, room.tile, room.width, room.output, room.width, rows,
+                          round_up(larger(f.runs * f.group, f.head_dim), W), length);
+            return;
+        }
+        const int64_t stride = round_up(length, W);
+        for (int64_t run = 0; run < f.runs; run++) {
+            const int64_t first = run * length;
+            expand_values(f, codes + first * f.group_bytes, length, nullptr, nullptr, room.tile, f.group);
+            for (int64_t r = 0; r < rows; r++) {
+                const float* w = weights + r * room.tokens;
+                float shift = 0;
+                for (int64_t t = 0; t < length; t++) {
+                    room.weights[r * stride + t] = w[t] * room.scale[first + t];
+                    shift += w[t] * room.offset[first + t];
+                }
+                room.shift[r * f.runs + run] += shift;
+            }
+            product<true>(room.weights, stride, room.tile, f.group, room.output + run * f.group, room.width, rows, f.group,
+                          length);
+        }
+    }
+
+    void packed_step(int64_t first, int64_t count) {
+        const int64_t length = a.keys.format.block_length, tokens = count * length;
+        for (int64_t b = 0; b < count; b++) score_block(first + b, room.scores + b * length);
+        apply_mask(room.scores, a.sink + first * length, tokens);
+        soften(tokens);
+        const Format& f = a.values.format;
+        if (fold_values) memset(room.shift, 0, rows * f.runs * sizeof(float));
+        for (int64_t b = 0; b < count; b++) add_block(first + b, room.scores + b * length);
+        if (!fold_values) return;
+        for (int64_t r = 0; r < rows; r++) {
+            for (int64_t run = 0; run < f.runs; run++) {
+                float *o = room.output + r * room.width + run * f.group, shift = room.shift[r * f.runs + run];
+                for (int64_t c = 0; c < f.group; c += W) store(o + c, load(o + c) + shift);
+            }
+        }
+    }
+
+    void load_exact(const Tensor& x, int64_t first, int64_t count, int64_t channels, int64_t stride) {
+        for (int64_t t = 0; t < count; t++) {
+            const char* p = (const char*)x.data + (batch * x.batch_stride + kv_head * x.head_stride +
+                                                   (first + t) * x.row_stride) * type_size(x.type);
+            to_floats(p, x.type, channels, 1, room.tile + t * stride, stride);
+        }
+    }
+
+    void exact_step(int64_t first, int64_t count) {
+        const int64_t packed = a.keys.count * a.keys.format.block_length;
+        const int64_t before = larger(0, smaller(a.sink - first, count));
+        load_exact(a.exact_keys, first, count, a.keys.format.head_dim, room.depth);
+        for (int64_t t = count; t < round_up(count, 4); t++) memset(room.tile + t * room.depth, 0, room.depth * sizeof(float));
+        products_by_rows(room.query, room.depth, room.tile, room.depth, room.scores, room.tokens, rows, round_up(count, 4),
+                         room.depth);
+        // the columns of the sink come before the packed ones, the others after
+        if (before > 0) apply_mask(room.scores, first, before);
+        if (count > before) apply_mask(room.scores + before, packed + first + before, count - before);
+        soften(count);
+        load_exact(a.exact_values, first, count, a.values.format.head_dim, room.width);
+        product<true>(room.scores, room.tokens, room.tile, room.width, room.output, room.width, rows,
+                      round_up(a.values.format.head_dim, W), count);
+    }
+
+    void write_row(int64_t r, const float* sums, float top, float total) const {
+        const Tensor& o = a.output;
+        const int64_t head = head_of(r), query = query_of(r);
+        const int64_t at = batch * o.batch_stride + head * o.head_stride + query * o.row_stride;
+        from_floats(sums, a.values.format.head_dim, total > 0 ? 1 / total : 0, (char*)o.data + at * type_size(o.type), o.type);
+        a.lse[(batch * a.heads + head) * a.queries + query] = total > 0 ? top + logf(total) : -INFINITY;
+    }
+
+    void run(int64_t index) {
+        const int64_t split = index % a.splits;
+        place(index / a.splits);
+        load_query();
+        const int64_t exact_steps = (a.exact_length + a.keys.format.block_length - 1) / a.keys.format.block_length;
+        const int64_t parts = a.keys.count + exact_steps;
+        const int64_t begin = parts * split / a.splits, end = parts * (split + 1) / a.splits;
+        const int64_t last = smaller(end, a.keys.count);
+        for (int64_t block = begin; block < last; block += room.step) packed_step(block, smaller(room.step, last - block));
+        if (end > a.keys.count) {
+            const int64_t length = a.keys.format.block_length;
+            const int64_t to = smaller((end - a.keys.count) * length, a.exact_length);
+            for (int64_t t = larger(0, begin - a.keys.count) * length; t < to; t += STEP) exact_step(t, smaller(STEP, to - t));
+        }
+        const int64_t channels = a.values.format.head_dim;
+        float* p = a.partial + index * a.partial_size;
+        for (int64_t r = 0; r < rows; r++, p += channels + 2) {
+            if (a.splits == 1) {
+                write_row(r, room.output + r * room.width, room.maximum[r], room.total[r]);
+                continue;
+            }
+            memcpy(p, room.output + r * room.width, channels * sizeof(float));
+            p[channels] = room.maximum[r];
+            p[channels + 1] = room.total[r];
+        }
+    }
+};
+
+static void attend(const Attend& a, int64_t index, float* scratch) { Unit(a, scratch).run(index); }
+
+static void merge(const Attend& a, int64_t index) {
+    Unit unit(a, nullptr);
+    unit.place(index);
+    const int64_t channels = a.values.format.head_dim;
+    for (int64_t r = 0; r < unit.rows; r++) {
+        float* first = a.partial + index * a.splits * a.partial_size + r * (channels + 2);
+        float top = -FLT_MAX, total = 0;
+        for (int64_t s = 0; s < a.splits; s++) {
+            const float m = first[s * a.partial_size + channels];
+            top = m > top ? m : top;
+        }
+        for (int64_t s = 0; s < a.splits; s++) {
+            float* p = first + s * a.partial_size;
+            const float factor = exp_nonpositive(set(p[channels] - top))[0];
+            total += p[channels + 1] * factor;
+            for (int64_t c = 0; c < channels; c++) first[c] = (s == 0 ? 0 : first[c]) + p[c] * factor;
+        }
+        unit.write_row(r, first, top, total);
+    }
+}
+
+}  // namespace HFKV_ISA
+}  // namespace hfkv

@@ -1,0 +1,192 @@
+// The Python module: pointers and strides come in, a plan is made, and the kernels of one instruction set run it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "args.h"
+#include "parallel.h"
+
+namespace nb = nanobind;
+
+namespace hfkv {
+
+extern const Kernels kernels_portable;
+#if defined(HFKV_X86)
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_vnni;
+#endif
+
+namespace {
+
+// best first
+std::vector<const Kernels*> usable_kernels() {
+    std::vector<const Kernels*> usable;
+#if defined(HFKV_X86)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+                      __builtin_cpu_supports("avx512vbmi2");
+    if (vnni) usable.push_back(&kernels_avx512_vnni);
+    if (avx512) usable.push_back(&kernels_avx512);
+    if (avx2) usable.push_back(&kernels_avx2);
+#endif
+    usable.push_back(&kernels_portable);
+    return usable;
+}
+
+const std::vector<const Kernels*> usable = usable_kernels();
+
+const Kernels& kernels_of(int isa) { return *usable.at(isa); }
+
+// A format and its levels, which the kernels point to.
+struct OwnedFormat {
+    Format format;
+    std::array<float, 256> levels;
+
+    OwnedFormat(int nbits, bool channel_axis, int64_t block_length, int64_t head_dim, int64_t runs, int64_t group,
+                int64_t group_bytes, int64_t groups, const std::vector<float>& codebook)
+        : format{nbits, channel_axis, block_length, head_dim, runs, group, group_bytes, groups, nullptr, !codebook.empty()} {
+        for (int i = 0; i < 256; i++) {
+            const int code = i % (1 << nbits);
+            levels[i] = codebook.empty() ? static_cast<float>(code) : codebook.at(code);
+        }
+    }
+};
+
+// (pointer, type, stride of the batch, of the heads, of the rows)
+Tensor tensor_from(const nb::tuple& t) {
+    Tensor r;
+    r.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(t[0]));
+    r.type = static_cast<Type>(nb::cast<int>(t[1]));
+    r.batch_stride = nb::cast<int64_t>(t[2]);
+    r.head_stride = nb::cast<int64_t>(t[3]);
+    r.row_stride = nb::cast<int64_t>(t[4]);
+    return r;
+}
+
+// (format, number of blocks, pointers to codes, scale and offset, strides of the codes' and of the scales' batch, heads
+// and blocks)
+Blocks blocks_from(const nb::tuple& t) {
+    const OwnedFormat& own = nb::cast<const OwnedFormat&>(t[0]);
+    Blocks r;
+    r.format = own.format;
+    r.format.levels = own.levels.data();
+    r.count = nb::cast<int64_t>(t[1]);
+    r.codes = reinterpret_cast<uint8_t*>(nb::cast<uintptr_t>(t[2]));
+    r.scale = reinterpret_cast<uint16_t*>(nb::cast<uintptr_t>(t[3]));
+    r.offset = reinterpret_cast<uint16_t*>(nb::cast<uintptr_t>(t[4]));
+    int64_t* strides[] = {&r.codes_batch, &r.codes_head, &r.codes_block, &r.scale_batch, &r.scale_head, &r.scale_block};
+    for (int i = 0; i < 6; i++) *strides[i] = nb::cast<int64_t>(t[5 + i]);
+    return r;
+}
+
+// rows that share one pass over the packed blocks: their sums and scores stay in the second-level cache
+constexpr int64_t UNIT_ROWS = 64;
+// tokens of the smallest part that a context is split into, and the parts that each thread should find to do
+constexpr int64_t PART_TOKENS = 256, PARTS_PER_THREAD = 8;
+// numbers in a cache so small that waking a thread takes longer
+constexpr int64_t SMALL = 1 << 16;
+
+void make_plan(Attend& a, int& threads) {
+    const int64_t rows = a.heads / a.kv_heads * a.queries;
+    a.row_blocks = (rows + UNIT_ROWS - 1) / UNIT_ROWS;
+    a.unit_rows = (rows + a.row_blocks - 1) / a.row_blocks;
+    const int64_t work = a.batch * a.kv_heads * a.row_blocks;
+    const int64_t tokens = a.keys.count * a.keys.format.block_length + a.exact_length;
+    if (work * tokens * a.keys.format.head_dim < SMALL) threads = 1;
+    a.splits = 1;
+    if (threads > 1) {
+        const int64_t wanted = (PARTS_PER_THREAD * threads + work - 1) / work;
+        a.splits = std::max<int64_t>(1, std::min(wanted, tokens / PART_TOKENS));
+    }
+}
+
+template <typename Args> struct Call {
+    const Kernels& kernels;
+    const Args& args;
+    float* memory;
+    int64_t size;
+};
+
+void run_attend(int isa, int threads, const nb::tuple& query, const nb::tuple& exact_keys, const nb::tuple& exact_values,
+                const nb::tuple& keys, const nb::tuple& values, nb::object mask, const nb::tuple& output, uintptr_t lse,
+                const nb::tuple& sizes, double scale, bool causal) {
+    const Kernels& kernels = kernels_of(isa);
+    Attend a{};
+    a.query = tensor_from(query);
+    a.exact_keys = tensor_from(exact_keys);
+    a.exact_values = tensor_from(exact_values);
+    a.output = tensor_from(output);
+    a.keys = blocks_from(keys);
+    a.values = blocks_from(values);
+    if (!mask.is_none()) a.mask = tensor_from(nb::cast<nb::tuple>(mask));
+    a.lse = reinterpret_cast<float*>(lse);
+    int64_t* fields[] = {&a.batch, &a.heads, &a.kv_heads, &a.queries, &a.exact_length, &a.sink};
+    for (int i = 0; i < 6; i++) *fields[i] = nb::cast<int64_t>(sizes[i]);
+    a.scale = static_cast<float>(scale);
+    a.causal = causal;
+
+    nb::gil_scoped_release release;
+    make_plan(a, threads);
+    a.partial_size = kernels.partial_size(a);
+    const int64_t blocks_of_rows = a.batch * a.kv_heads * a.row_blocks, units = blocks_of_rows * a.splits;
+    const int64_t partial = a.splits > 1 ? (units * a.partial_size + 15) / 16 * 16 : 0;
+    const int64_t size = kernels.attend_scratch(a);
+    a.partial = scratch(partial + size * threads);
+    Call<Attend> call{kernels, a, a.partial + partial, size};
+    const auto work = [](void* context, int64_t index, int worker) {
+        const auto& c = *static_cast<const Call<Attend>*>(context);
+        c.kernels.attend(c.args, index, c.memory + c.size * worker);
+    };
+    parallel(units, threads, work, &call);
+    if (a.splits == 1) return;
+    const auto join = [](void* context, int64_t index, int) {
+        const auto& c = *static_cast<const Call<Attend>*>(context);
+        c.kernels.merge(c.args, index);
+    };
+    parallel(blocks_of_rows, blocks_of_rows * a.unit_rows * a.splits < 1024 ? 1 : threads, join, &call);
+}
+
+template <bool PACK>
+void run_convert(int isa, int threads, const nb::tuple& states, const nb::tuple& blocks, int64_t batch, int64_t heads) {
+    const Kernels& kernels = kernels_of(isa);
+    Convert args{batch, heads, tensor_from(states), blocks_from(blocks)};
+    nb::gil_scoped_release release;
+    const int64_t count = batch * heads * args.blocks.count;
+    if (count * args.blocks.format.block_length * args.blocks.format.head_dim < SMALL) threads = 1;
+    const int64_t size = kernels.convert_scratch(args);
+    Call<Convert> call{kernels, args, scratch(size * threads), size};
+    const auto work = [](void* context, int64_t index, int worker) {
+        const auto& c = *static_cast<const Call<Convert>*>(context);
+        (PACK ? c.kernels.pack : c.kernels.unpack)(c.args, index, c.memory + c.size * worker);
+    };
+    parallel(count, threads, work, &call);
+}
+
+std::vector<std::string> isa_names() {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : usable) names.push_back(kernels->name);
+    return names;
+}
+
+}  // namespace
+}  // namespace hfkv
+
+NB_MODULE(_kernels, m) {
+    m.doc() = "The compiled kernels of hfkv-cpu; hfkv_cpu.kernels calls them.";
+    nb::class_<hfkv::OwnedFormat>(m, "Format")
+        .def(nb::init<int, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const std::vector<float>&>());
+    m.def("isa_names", &hfkv::isa_names, "The instruction sets that this processor has, best first.");
+    m.def("threads_from", &hfkv::threads_from, "Whose threads do the work: \"openmp\" (torch's own) or \"std::thread\".");
+    using namespace nb::literals;
+    m.def("attend", &hfkv::run_attend, "isa"_a, "threads"_a, "query"_a, "exact_keys"_a, "exact_values"_a, "keys"_a, "values"_a,
+          "mask"_a.none(), "output"_a, "lse"_a, "sizes"_a, "scale"_a, "causal"_a);
+    m.def("pack", &hfkv::run_convert<true>, "isa"_a, "threads"_a, "states"_a, "blocks"_a, "batch"_a, "heads"_a);
+    m.def("unpack", &hfkv::run_convert<false>, "isa"_a, "threads"_a, "states"_a, "blocks"_a, "batch"_a, "heads"_a);
+}

@@ -1,0 +1,207 @@
+"""`attend` against the dequantized reference, over formats, shapes, masks, instruction sets and threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfkv.kernels import REFERENCE
+from hfkv_cpu.kernels import CpuKernels
+from hfkv_cpu.testing import FINITE, ISAS, WIDTHS, make_view, poisoned
+
+# against the reference in float64-like precision: float32 sums, and the rounding of the output for half precision
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+
+
+def check(view, query, mask=None, *, causal=False, isa=None, scale=None):
+    """Run both, with fresh allocations poisoned by NaN, and compare outputs and log-sum-exps."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    with poisoned():
+        output, lse = CpuKernels(isa).attend(query, view, mask, scale, causal)
+    expected, expected_lse = REFERENCE.attend(query.float(), view, mask, scale, causal)
+    assert output.dtype == query.dtype
+    assert output.shape == expected.shape
+    error = (output.float() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error < TOLERANCE[query.dtype], error
+    # a dtype narrower than float32 rounds each number by itself
+    worst = (output.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    assert worst < TOLERANCE[query.dtype], worst
+    torch.testing.assert_close(lse, expected_lse, rtol=TOLERANCE[query.dtype], atol=TOLERANCE[query.dtype])
+    return output, lse
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("key_nbits", "value_nbits"), [(w, w) for w in WIDTHS] + [(4, 2), (2, 8)])
+def test_decode_step(isa, dtype, key_nbits, value_nbits):
+    view = make_view(key_nbits=key_nbits, value_nbits=value_nbits, dtype=dtype)
+    check(view, torch.randn(1, 8, 1, 128).to(dtype), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("nbits", WIDTHS)
+@pytest.mark.parametrize("head_dim", [20, 64, 80, 128, 256])
+def test_head_dims(isa, nbits, head_dim):
+    view = make_view(key_nbits=nbits, value_nbits=nbits, head_dim=head_dim, blocks=5)
+    check(view, torch.randn(1, 6, 1, head_dim), isa=isa)
+    check(view, torch.randn(1, 6, 3, head_dim), isa=isa, causal=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_and_values_of_different_width(isa, dtype):
+    view = make_view(head_dim=96, value_head_dim=40, dtype=dtype)
+    check(view, torch.randn(1, 4, 2, 96).to(dtype), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_shared_heads(isa, dtype, share, batch, queries):
+    view = make_view(batch=batch, kv_heads=2, head_dim=64, blocks=6, dtype=dtype)
+    check(view, torch.randn(batch, 2 * share, queries, 64).to(dtype), causal=True, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nbits", WIDTHS)
+@pytest.mark.parametrize("queries", [16, 33, 150])
+def test_chunk_queries(isa, dtype, nbits, queries):
+    view = make_view(key_nbits=nbits, value_nbits=nbits, head_dim=64, blocks=7, exact=queries + 11, dtype=dtype)
+    check(view, torch.randn(1, 6, queries, 64).to(dtype), causal=True, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group_size", [8, 16, 24, 32, 64, 256])
+@pytest.mark.parametrize("nbits", WIDTHS)
+def test_group_sizes(isa, group_size, nbits):
+    view = make_view(key_nbits=nbits, value_nbits=nbits, group_size=group_size, head_dim=80, blocks=3)
+    check(view, torch.randn(1, 4, 1, 80), isa=isa)
+    check(view, torch.randn(1, 4, 20, 80), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key_axis", ["channel", "token"])
+@pytest.mark.parametrize("value_axis", ["channel", "token"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_axes(isa, key_axis, value_axis, head_dim, queries):
+    view = make_view(key_axis=key_axis, value_axis=value_axis, head_dim=head_dim, blocks=5)
+    check(view, torch.randn(1, 4, queries, head_dim), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("nbits", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 20])
+def test_codebooks(isa, nbits, dtype, queries):
+    codebook = tuple(torch.linspace(-1, 1, 2**nbits).pow(3).tolist())
+    view = make_view(key_nbits=nbits, value_nbits=nbits, codebook=codebook, head_dim=64, blocks=5, dtype=dtype)
+    check(view, torch.randn(1, 4, queries, 64).to(dtype), isa=isa)
+
+
+@pytest.mark.parametrize("exact", [1, 3, 4, 5, 33, 131, 400])
+@pytest.mark.parametrize("sink", [0, 4, 40])
+@pytest.mark.parametrize("blocks", [1, 4, 9])
+def test_lengths_of_segments(exact, sink, blocks):
+    view = make_view(head_dim=64, blocks=blocks, exact=exact, sink=sink)
+    check(view, torch.randn(1, 4, 1, 64))
+    check(view, torch.randn(1, 4, 7, 64), causal=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.bool], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (3, 6), (1, 6)])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_masks(isa, dtype, shape, queries):
+    view = make_view(batch=3, head_dim=64, blocks=5, exact=21, sink=4)
+    mask = torch.rand(*shape, queries, view.length) < 0.7
+    if dtype != torch.bool:
+        mask = torch.where(mask, torch.randn(mask.shape), FINITE if dtype == torch.float32 else -torch.inf).to(dtype)
+    check(view, torch.randn(3, 6, queries, 64), mask, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("additive", [True, False])
+def test_rows_that_attend_to_nothing(isa, threads, additive):
+    view = make_view(batch=2, head_dim=64, blocks=40)
+    mask = torch.ones(2, 1, 3, view.length, dtype=torch.bool)
+    mask[1, :, 1] = False
+    # and one that sees nothing but its last token
+    mask[0, :, 2, :-1] = False
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    query = torch.randn(2, 4, 3, 64)
+    with with_threads(threads):
+        output, lse = check(view, query, mask, isa=isa)
+    assert (output[1, :, 1] == 0).all()
+    assert (lse[1, :, 1] == -torch.inf).all()
+
+
+class with_threads:  # noqa: N801
+    def __init__(self, threads):
+        self.threads = threads
+
+    def __enter__(self):
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+
+    def __exit__(self, *error):
+        torch.set_num_threads(self.before)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_context_is_split_over_threads(isa, threads, kv_heads):
+    view = make_view(kv_heads=kv_heads, head_dim=64, blocks=70)
+    with with_threads(threads):
+        check(view, torch.randn(1, 3 * kv_heads, 1, 64), isa=isa)
+
+
+def test_threads_give_one_result():
+    """Batch invariance of a sort: who does the work changes the order of sums, within their rounding."""
+    view = make_view(kv_heads=1, head_dim=64, blocks=70)
+    query = torch.randn(1, 4, 1, 64)
+    results = []
+    for threads in (1, 2):
+        with with_threads(threads):
+            results.append(CpuKernels().attend(query, view, None, 0.1, False))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_views_with_room_to_grow_and_strided_tensors(isa):
+    view = make_view(batch=3, head_dim=64, blocks=6, grown=True, strided=True)
+    assert not view.keys.codes.is_contiguous()
+    assert not view.exact_keys.is_contiguous()
+    query = torch.randn(3, 2, 6, 64).transpose(1, 2)
+    mask = (torch.rand(3, 1, view.length, 2) < 0.7).transpose(2, 3)
+    check(view, query, mask, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outlier_channels(isa, dtype):
+    """A few key channels with a hundred times the range of the others, as models have them."""
+    view = make_view(head_dim=128, dtype=dtype, outliers=100.0)
+    check(view, torch.randn(1, 8, 1, 128).to(dtype), scale=0.01, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 20])
+def test_large_scores(isa, dtype, queries):
+    """Scores of several hundred: only the largest ones matter, and nothing overflows."""
+    view = make_view(head_dim=64, dtype=dtype)
+    check(view, (torch.randn(1, 4, queries, 64) * 4).to(dtype), scale=3.0, isa=isa)
+
+
+def test_constant_blocks():
+    """Groups without a range have the smallest scale that float16 can hold."""
+    view = make_view(head_dim=64, constant=True)
+    check(view, torch.randn(1, 4, 1, 64))
+    check(view, torch.randn(1, 4, 1, 64).bfloat16())
