@@ -1,0 +1,1 @@
+"""optimum-quanto for hfkv: its optimizers decide the codes of quantized KV caches."""

@@ -1,0 +1,18 @@
+"""What this distribution adds to hfkv."""
+
+from collections.abc import Iterator
+
+import hfkv
+
+
+@hfkv.hookimpl
+def hfkv_kv_quantizers() -> Iterator[hfkv.KVQuantizerSpec]:
+    yield hfkv.KVQuantizerSpec(
+        name="quanto",
+        summary="optimum-quanto: min-max at 2 and 4 bits, symmetric at 8",
+        load="hfkv_quanto.kv:QuantoKVQuantizer",
+        requires=("optimum-quanto>=0.2.7",),
+        nbits=(2, 4, 8),
+        # what transformers' "quantized" cache groups over with this backend
+        axis_names={0: "token", -1: "channel"},
+    )
