@@ -20,6 +20,8 @@ class CacheOptions:
 
     # what the technique is called in messages; set by the builder from the name that the user wrote
     technique: ClassVar[str] = "cache"
+    # other spellings that `translate` takes, each with the field that it stands for
+    spellings: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +43,7 @@ class CacheOptions:
             if key not in fields:
                 raise ValueError(
                     f"cache_config option {key!r} is not known to {technique!r}. Valid options: "
-                    f"{', '.join(fields)}, layers.{registry.closest(key, [*fields, 'layers'])}"
+                    f"{', '.join(fields)}, layers.{registry.closest(key, [*fields, *cls.spellings, 'layers'])}"
                 )
         return cls(**translated)
 

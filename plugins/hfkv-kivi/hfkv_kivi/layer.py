@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hfkv import registry
 from hfkv.cache import (
@@ -31,6 +31,12 @@ AXES = ("channel", "token")
 @dataclass(frozen=True, kw_only=True)
 class KiviOptions(CacheOptions):
     """Options of ``cache_implementation="kivi"``."""
+
+    spellings: ClassVar[Mapping[str, str]] = {
+        "q_group_size": "group_size",
+        "axis_key": "key_axis",
+        "axis_value": "value_axis",
+    }
 
     nbits: int = option(4, "bits per code of keys and values: 2, 3, 4 or 8")
     key_nbits: int | None = option(None, "bits of the keys, in place of nbits")
@@ -74,9 +80,8 @@ class KiviOptions(CacheOptions):
         backend, and which its plugin spells out.
         """
         result = dict(given)
-        spellings = {"q_group_size": "group_size", "axis_key": "key_axis", "axis_value": "value_axis"}
         backend = result.get("backend", "rtn")
-        for theirs, ours in spellings.items():
+        for theirs, ours in cls.spellings.items():
             if theirs not in result:
                 continue
             if ours in result:
