@@ -33,10 +33,12 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(key, KVHandle):
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         plain = not args and not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _CHANGES_SCORES)
-        if not (plain and isinstance(value, KVHandle) and value.view is key.view):
+        if not (plain and isinstance(value, KVHandle) and value.snapshot is key.snapshot):
             value = value.dense() if isinstance(value, KVHandle) else value
             return original(module, query, key.dense(), value, attention_mask, *args, **kwargs)
-        return _attend(module, query, key.view, attention_mask, kwargs.get("scaling"), kwargs.get("is_causal")), None
+        return _attend(
+            module, query, key.snapshot, attention_mask, kwargs.get("scaling"), kwargs.get("is_causal")
+        ), None
 
     return sdpa_attention_forward
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from transformers import LlamaConfig
 
 import hfkv
 from hfkv.cache.memory import tensor_bytes
 from hfkv.cache.view import KVHandle
-from transformers import LlamaConfig
 
 CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
 HEADS, DIM = 2, 12
@@ -20,7 +20,8 @@ HEADS, DIM = 2, 12
 
 def make(**options):
     """A cache of one layer, with small blocks."""
-    return hfkv.make_cache("kivi", CONFIG, **{"nbits": 8, "group_size": 8, "residual_length": 11, "sink_length": 3} | options)
+    small = {"nbits": 8, "group_size": 8, "residual_length": 11, "sink_length": 3}
+    return hfkv.make_cache("kivi", CONFIG, **small | options)
 
 
 def random_states(batch, tokens, seed):
@@ -113,7 +114,7 @@ class History(RuleBasedStateMachine):
         self.cache.batch_select_indices(index)
         self.pick(index)
 
-    @precondition(lambda self: 0 < self.length and self.expected[0].shape[0] < 3)
+    @precondition(lambda self: self.length > 0 and self.expected[0].shape[0] < 3)
     @rule()
     def repeat(self):
         self.cache.batch_repeat_interleave(2)
@@ -188,7 +189,9 @@ def test_decoding_does_not_grow_full_precision():
     assert hfkv.memory(cache).full_precision_bytes <= (32 + 8) * 2 * HEADS * DIM * 4
 
 
-@pytest.mark.parametrize(("nbits", "axes"), [(2, ("channel", "token")), (3, ("token", "channel")), (8, ("token", "token"))])
+@pytest.mark.parametrize(
+    ("nbits", "axes"), [(2, ("channel", "token")), (3, ("token", "channel")), (8, ("token", "token"))]
+)
 def test_bytes_equal_the_formula(nbits, axes):
     cache = make(nbits=nbits, residual_length=8, sink_length=0, key_axis=axes[0], value_axis=axes[1])
     cache.update(*random_states(2, 8 * 41, 0), 0)

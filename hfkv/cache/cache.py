@@ -49,7 +49,7 @@ class HFKVCache(DynamicCache):
             return layer_idx
         sliding = layer_idx < len(layers) and getattr(layers[layer_idx], "is_sliding", False)
         for index, layer in enumerate(layers):
-            if _filled(layer) and layer.is_sliding == sliding:
+            if _filled(layer) and getattr(layer, "is_sliding", False) == sliding:
                 return index
         return layer_idx
 
@@ -71,7 +71,7 @@ class HFKVCache(DynamicCache):
         super().reset()
         self.padding.clear()
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search."""
         # beams often stay where they are; on other devices the comparison would cost a synchronization
         count = len(beam_idx)

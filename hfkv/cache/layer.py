@@ -91,13 +91,13 @@ class KVLayer(CacheLayerMixin):
         return 0 if states is None else sum(state.numel() for state in states)
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """The dequantized keys, made anew at each access."""
         states = self.dense()
         return None if states is None else states[0]
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """The dequantized values, made anew at each access."""
         states = self.dense()
         return None if states is None else states[1]
@@ -165,6 +165,6 @@ def check_crop(tokens_to_remove: int) -> int:
     """
     if tokens_to_remove > 0:
         raise ValueError(
-            f"crop({tokens_to_remove}): a positive number is not supported; pass a negative one to remove that many tokens"
+            f"crop({tokens_to_remove}): a positive number is not supported; pass a negative one, the tokens to remove"
         )
     return -tokens_to_remove

@@ -274,4 +274,3 @@ def _without_padding(states: torch.Tensor, real: torch.Tensor, block_length: int
     index = real.int().argmax(dim=3, keepdim=True).expand(*blocks.shape[:3], 1, blocks.shape[4])
     substitute = blocks.gather(3, index) * real.any(dim=3, keepdim=True)
     return torch.where(real, blocks, substitute).flatten(2, 3)
-

@@ -46,7 +46,9 @@ class KVView:
         """``[batch, kv_heads, tokens, head_dim]`` in full precision, in token order."""
         exact: torch.Tensor = getattr(self, f"exact_{name}")
         packed = kernels.unpack(getattr(self, name), exact.dtype)
-        return in_token_order(torch.cat([exact[:, :, : self.sink], packed, exact[:, :, self.sink :]], dim=2), self.order)
+        return in_token_order(
+            torch.cat([exact[:, :, : self.sink], packed, exact[:, :, self.sink :]], dim=2), self.order
+        )
 
     def arrange(self, mask: torch.Tensor) -> torch.Tensor:
         """A mask ``[..., query, tokens]``, its columns moved from token order to stored order."""
@@ -76,32 +78,35 @@ def in_token_order(states: torch.Tensor, order: torch.Tensor | None) -> torch.Te
 class KVHandle(torch.Tensor):
     """The keys or the values of a `KVView`, with the shape, dtype and device of the full-precision tensor.
 
-    Attention that knows hfkv reads ``view``; any other operation sees the dequantized tensor.
+    Attention that knows hfkv reads ``snapshot``; any other operation sees the dequantized tensor.
     """
 
-    view: KVView
+    snapshot: KVView
     part: Literal["keys", "values"]
 
     @staticmethod
     def __new__(cls, view: KVView, part: Literal["keys", "values"]) -> KVHandle:
+        """A tensor without storage, of the shape that all segments have together."""
         exact: torch.Tensor = getattr(view, f"exact_{part}")
         batch, heads, _, head_dim = exact.shape
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, (batch, heads, view.length, head_dim), dtype=exact.dtype, device=exact.device
         )
 
     def __init__(self, view: KVView, part: Literal["keys", "values"]) -> None:
-        self.view = view
+        self.snapshot = view
         self.part = part
 
     def dense(self) -> torch.Tensor:
         """The full-precision tensor."""
-        return self.view.dense(self.part)
+        return self.snapshot.dense(self.part)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"KVHandle({self.part}, shape={tuple(self.shape)}, packed={self.view.keys.length}, dtype={self.dtype})"
+        return (
+            f"KVHandle({self.part}, shape={tuple(self.shape)}, packed={self.snapshot.keys.length}, dtype={self.dtype})"
+        )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = torch.utils._pytree.tree_map_only(KVHandle, KVHandle.dense, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -101,9 +101,7 @@ class ReferenceKernels:
         """Dequantize: ``[batch, kv_heads, tokens, head_dim]`` in ``dtype``."""
         format = blocks.format
         batch, heads = blocks.codes.shape[:2]
-        result = torch.empty(
-            batch, heads, blocks.length, format.head_dim, dtype=dtype, device=blocks.codes.device
-        )
+        result = torch.empty(batch, heads, blocks.length, format.head_dim, dtype=dtype, device=blocks.codes.device)
         steps = _chunks(blocks.count, batch * heads * format.block_length * format.head_dim)
         for start in steps:
             part = blocks.narrow(start, min(steps.step, blocks.count - start))

@@ -8,8 +8,9 @@ from hfkv.cache import KVQuantizer, round_to_grid
 
 
 class RoundToNearest(KVQuantizer):
-    """Asymmetric min-max quantization, as in KIVI (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization
-    for KV Cache", 2024).
+    """Asymmetric min-max quantization.
+
+    Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", 2024.
     """
 
     name = "rtn"
