@@ -13,9 +13,9 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from sitegen import figures, plugin_pages, tables
 
 import hfkv
-from sitegen import figures, plugin_pages, tables
 
 GENERATED: dict[str, Callable[..., str]] = {
     "backends": plugin_pages.backends,
@@ -23,11 +23,12 @@ GENERATED: dict[str, Callable[..., str]] = {
     "contracts": tables.contracts,
     "figures": figures.every,
     "figures-of": figures.about,
+    "folder": tables.folder,
     "hooks": tables.hook_reference,
     "ops": tables.op_table,
     "plugins": plugin_pages.index,
 }
-_PLACE = re.compile(r"^<!-- generated: ([\w-]+)((?: [\w.-]+)*) -->$", re.MULTILINE)
+_PLACE = re.compile(r"^<!-- generated: ([\w-]+)((?: [\w./-]+)*) -->$", re.MULTILINE)
 
 _logger = logging.getLogger("mkdocs.hooks.hfkv")
 

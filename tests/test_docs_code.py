@@ -62,7 +62,9 @@ def test_every_python_block_is_found():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert text.count("```python") == len(runnable.blocks(text)), page.name
-        assert text.count('title="output"') == sum(block.output is not None for block in runnable.blocks(text)), page.name
+        assert text.count('title="output"') == sum(block.output is not None for block in runnable.blocks(text)), (
+            page.name
+        )
 
 
 def test_wrong_output_is_noticed(tmp_path):

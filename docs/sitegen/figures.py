@@ -39,7 +39,9 @@ def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         figure = json.loads(path.read_text(encoding="utf-8"))
         if set(figure) != KEYS:
-            raise ValueError(f"{path.name}: the keys must be {', '.join(sorted(KEYS))}; got {', '.join(sorted(figure))}")
+            raise ValueError(
+                f"{path.name}: the keys must be {', '.join(sorted(KEYS))}; got {', '.join(sorted(figure))}"
+            )
         for row in figure["rows"]:
             if set(row) != set(figure["columns"]):
                 raise ValueError(f"{path.name}: a row has {sorted(row)}, the columns are {sorted(figure['columns'])}")

@@ -32,13 +32,6 @@ KINDS: dict[type[specs.Spec], str] = {
     specs.TrainerSpec: "trainer",
     specs.SubcommandSpec: "subcommand",
 }
-CAPABILITIES = {
-    "crop": "tokens can be taken back (assisted decoding, prompt lookup)",
-    "reorder": "rows can be reordered (beam search)",
-    "select": "rows can be repeated and selected",
-    "offload": "can be moved to the CPU and back",
-    "lossless": "gives the logits of the plain cache",
-}
 # tokens at which the stored size is shown
 LENGTHS = (1024, 4096, 32768)
 
@@ -82,7 +75,11 @@ def caches() -> str:
 def backends() -> str:
     """The table of all KV quantizers."""
     rows = [
-        (f"[{code(spec.name)}](/plugins/{registry.manager().owner(spec)}.md)", ", ".join(map(str, spec.nbits)), spec.summary)
+        (
+            f"[{code(spec.name)}](/plugins/{registry.manager().owner(spec)}.md)",
+            ", ".join(map(str, spec.nbits)),
+            spec.summary,
+        )
         for spec in registry.manager().specs(specs.KVQuantizerSpec).values()
     ]
     return table(("`backend`", "Bits", "What it does"), rows)
@@ -138,9 +135,18 @@ def _cache(spec: specs.CacheSpec) -> str:
     if layer.Options.translate.__func__ is not CacheOptions.translate.__func__:  # type: ignore[attr-defined]
         parts += ["### Other spellings", docstrings.markdown(layer.Options.translate.__doc__ or "")]
     parts += ["### Stored size", stored_size(spec.name, layer.Options)]
-    answers = [(meaning, "yes" if getattr(spec, name) else "no") for name, meaning in CAPABILITIES.items()]
-    parts += ["### What it can do", table(("Capability", "Answer"), answers)]
+    parts += ["### What it can do", _capabilities(spec)]
     return "\n\n".join(parts)
+
+
+def _capabilities(spec: specs.CacheSpec) -> str:
+    meanings = docstrings.entries(specs.CacheSpec.__doc__, "Parameters")
+    answers = [
+        (code(name), "yes" if getattr(spec, name) else "no", meaning)
+        for name, meaning in meanings.items()
+        if isinstance(getattr(spec, name), bool)
+    ]
+    return table(("Capability", "Answer", "Meaning"), answers)
 
 
 def _quantizer(spec: specs.KVQuantizerSpec) -> str:
@@ -171,7 +177,11 @@ _SIZE_NOTE = (
 def bits_per_element(name: str, tokens: int, setting: dict[str, Any]) -> float:
     """Stored bits per element after a prompt of that many tokens, bfloat16, head_dim 128."""
     config = LlamaConfig(
-        num_hidden_layers=1, hidden_size=128, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=tokens
+        num_hidden_layers=1,
+        hidden_size=128,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=tokens,
     )
     cache = hfkv.make_cache(name, config, **setting)
     generator = torch.Generator().manual_seed(0)

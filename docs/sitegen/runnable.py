@@ -1,7 +1,7 @@
 """Run the Python of a page, as a reader would: ``python runnable.py PAGE``.
 
-Every block marked as Python runs, in the order of the page and in one namespace. A text block titled "output" must be what
-the block before it printed. A block that cannot run here says why, in a comment on the line before it::
+Every block marked as Python runs, in the order of the page and in one namespace. A text block titled "output" must be
+what the block before it printed. A block that cannot run here says why, in a comment on the line before it::
 
     <!-- not run: needs a GPU -->
 """

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import inspect
-import pkgutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from hfkv import hookspecs, registry, specs
 
 from . import docstrings
+
+ROOT = Path(__file__).resolve().parents[2]
+LANGUAGES = {".py": "python", ".toml": "toml"}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -97,29 +102,35 @@ def _said(method: Any, title: str) -> list[tuple[str, str]]:
 
 
 def contracts(package: str = "hfkv.testing.contracts") -> str:
-    """What the conformance kit checks: every test of every module, from its docstring."""
-    import ast
-    import importlib.util
-
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        raise ValueError(f"{package} is not there")
-    names = [package]
-    if spec.submodule_search_locations:
-        names = [f"{package}.{module.name}" for module in pkgutil.iter_modules(spec.submodule_search_locations)]
+    """What the conformance kit checks: every test of every module of it, and what its docstring says."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(f"there is no package {package}")
     parts = []
-    for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:
-            continue
-        with open(found.origin, encoding="utf-8") as source:
-            tree = ast.parse(source.read())
-        rows = [
-            (code(node.name), docstrings.summary(ast.get_docstring(node)))
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-        ]
-        if rows:
-            about = docstrings.summary(ast.get_docstring(tree))
-            parts += [f"### `{name.rpartition('.')[2]}`", about, table(("Contract", "What must hold"), rows)]
+    for path in sorted(Path(found.submodule_search_locations[0]).glob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        lines = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                said = docstrings.summary(ast.get_docstring(node))
+                lines.append(f"- {node.name.removeprefix('test_').replace('_', ' ')}{said and f': {said}'}")
+        about = docstrings.summary(ast.get_docstring(tree))
+        parts += [f"### `{path.name}`", about, "\n".join(lines)]
     return "\n\n".join(filter(None, parts))
+
+
+def folder(path: str) -> str:
+    """The files of a folder of the repository as blocks of code: what a page shows cannot drift from what is tested.
+
+    The project file comes first, then the modules; tests and what is built are left out.
+    """
+    root = ROOT / path
+    files = [root / "pyproject.toml", *sorted(root.rglob("*.py"))]
+    shown = [file for file in files if not {"tests", "build"} & set(file.relative_to(root).parts)]
+    if len(shown) < 2:
+        raise ValueError(f"{path} has no modules to show")
+    return "\n\n".join(
+        f'```{LANGUAGES[file.suffix]} title="{file.relative_to(root)}"\n{file.read_text(encoding="utf-8").strip()}\n```'
+        for file in shown
+        if file.read_text(encoding="utf-8").strip()
+    )
