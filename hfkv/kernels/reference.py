@@ -82,6 +82,10 @@ class ReferenceKernels:
         ----------
         states
             ``[batch, kv_heads, tokens, head_dim]``, tokens a multiple of the block length.
+        format
+            How they are packed.
+        quantizer
+            Decides codes, scale and offset of each group.
         """
         batch, heads, tokens, head_dim = states.shape
         count = tokens // format.block_length
@@ -98,7 +102,20 @@ class ReferenceKernels:
         return result
 
     def unpack(self, blocks: PackedBlocks, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize: ``[batch, kv_heads, tokens, head_dim]`` in ``dtype``."""
+        """Dequantize blocks.
+
+        Parameters
+        ----------
+        blocks
+            Any number of them.
+        dtype
+            Of the result.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[batch, kv_heads, tokens, head_dim]``.
+        """
         format = blocks.format
         batch, heads = blocks.codes.shape[:2]
         result = torch.empty(batch, heads, blocks.length, format.head_dim, dtype=dtype, device=blocks.codes.device)
@@ -134,9 +151,13 @@ class ReferenceKernels:
         ----------
         query
             ``[batch, heads, queries, head_dim]``; ``heads`` a multiple of the KV heads.
+        view
+            The layer's segments; the current forward's tokens are its newest exact ones.
         mask
             ``[batch or 1, heads or 1, queries, tokens]`` in stored order (`KVView.arrange`), boolean (True attends) or
             additive; None attends to all.
+        scale
+            What the scores are multiplied by.
         causal
             Without a mask: query ``i`` of ``n`` sees all but the newest ``n - 1 - i`` tokens.
 
