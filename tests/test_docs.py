@@ -183,7 +183,8 @@ def test_ops_are_those_of_the_table():
     shown = tables.op_table()
     assert "### `pack(states, format, quantizer)`" in shown
     assert "### `attend(query, view, mask, scale, causal)`" in shown
-    assert "`[batch, heads, queries, head_dim]`" in shown
+    assert "| `mask` | `torch.Tensor | None` | ``[batch or 1, heads or 1, queries, tokens]`` in stored order" in shown
+    assert "Returns ``[batch, kv_heads, tokens, head_dim]``." in shown
 
 
 FIGURE = {

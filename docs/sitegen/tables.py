@@ -6,15 +6,18 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import hfkv.cache
 from hfkv import hookspecs, registry, specs
 
 from . import docstrings
 
 ROOT = Path(__file__).resolve().parents[2]
+_BAR = re.compile(r"(`[^`]*`)|\|")
 LANGUAGES = {".py": "python", ".toml": "toml"}
 
 
@@ -27,7 +30,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("\n", " ").replace("|", "\\|")
+    # a bar inside code is no column: there the backslash would be shown
+    return _BAR.sub(lambda match: match[1] or "\\|", str(value).replace("\n", " "))
 
 
 def code(value: Any) -> str:
@@ -88,17 +92,19 @@ def op_table() -> str:
     parts = []
     for op in get_args(kernels.Op):
         method = getattr(ReferenceKernels, op)
-        names = [name for name in inspect.signature(method).parameters if name != "self"]
-        parts.append(f"### `{op}({', '.join(names)})`\n\n{docstrings.summary(method.__doc__)}")
-        parts.append(table(("Argument", "What it is"), _said(method, "Parameters")))
+        said = docstrings.entries(method.__doc__, "Parameters")
+        arguments = {name: each for name, each in inspect.signature(method).parameters.items() if name != "self"}
+        parts.append(f"### `{op}({', '.join(arguments)})`\n\n{docstrings.summary(method.__doc__)}")
+        rows = [(code(name), _linked(each.annotation), said[name]) for name, each in arguments.items()]
+        parts.append(table(("Argument", "Type", "What it is"), rows))
         returned = docstrings.sections(method.__doc__).get("Returns", "")
         # the first line of the section names the type
         parts.append("Returns " + " ".join(returned.partition("\n")[2].split()) if returned else "")
     return "\n\n".join(filter(None, parts))
 
 
-def _said(method: Any, title: str) -> list[tuple[str, str]]:
-    return [(code(name), meaning) for name, meaning in docstrings.entries(method.__doc__, title).items()]
+def _linked(annotation: str) -> str:
+    return f"[{code(annotation)}][hfkv.cache.{annotation}]" if annotation in hfkv.cache.__all__ else code(annotation)
 
 
 def contracts(package: str = "hfkv.testing.contracts") -> str:
@@ -113,7 +119,7 @@ def contracts(package: str = "hfkv.testing.contracts") -> str:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 said = docstrings.summary(ast.get_docstring(node))
-                lines.append(f"- {node.name.removeprefix('test_').replace('_', ' ')}{said and f': {said}'}")
+                lines.append(f"- **{node.name.removeprefix('test_').replace('_', ' ')}**{said and f': {said}'}")
         about = docstrings.summary(ast.get_docstring(tree))
         parts += [f"### `{path.name}`", about, "\n".join(lines)]
     return "\n\n".join(filter(None, parts))
