@@ -80,7 +80,7 @@ class SegmentedLayer(KVLayer):
         if torch.is_grad_enabled() and key_states.requires_grad:
             result = self._differentiable(key_states, value_states)
             self._append(key_states.detach(), value_states.detach())
-        elif self._exact_length == 0:
+        elif self.get_seq_length() == 0:
             # the prompt: attention sees it as the model made it
             result = key_states, value_states
             self._append(key_states, value_states)
