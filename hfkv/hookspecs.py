@@ -33,6 +33,7 @@ from .specs import (
 
 hookspec = pluggy.HookspecMarker("hfkv")
 hookimpl = pluggy.HookimplMarker("hfkv")
+"""Mark a function, or a method of an object that is registered, as the implementation of the hook of its name."""
 
 
 @hookspec(historic=True)
