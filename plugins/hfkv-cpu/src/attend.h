@@ -4,6 +4,7 @@
 
 #include "codes.h"
 #include "gemm.h"
+#include "integer.h"
 
 namespace hfkv {
 namespace HFKV_ISA {
@@ -16,13 +17,14 @@ constexpr int64_t FOLD_ROWS = 16;
 // Room for a unit, and the sizes of its parts.
 struct Room {
     int64_t rows, depth, width, step, tokens;
-    float *query, *folded, *scores, *output, *tile, *group, *scale, *offset, *weights, *maximum, *total, *start, *shift;
+    float *query, *folded, *scores, *output, *tile, *group, *scale, *offset, *weights, *maximum, *total, *start, *shift,
+        *peak;
     int64_t size;
 
     Room(const Attend& a, float* base) {
         const Format &k = a.keys.format, &v = a.values.format;
         rows = a.unit_rows;
-        depth = round_up(k.head_dim, 32);
+        depth = round_up(k.head_dim, 64);
         width = round_up(larger(v.runs * v.group, v.head_dim), 32);
         const int64_t block = k.block_length;
         step = larger(1, STEP / block);
@@ -34,13 +36,14 @@ struct Room {
             return p;
         };
         query = take(rows * depth);
-        folded = take(rows * depth);
+        folded = take(larger(rows * depth, tokens));
         scores = take(rows * tokens);
         output = take(rows * width);
         const int64_t packed = larger(depth * round_up(block, 16), block * width);
         tile = take(larger(packed, STEP * larger(depth, width)));
         group = take(larger(k.group, v.group) + 16);
-        const int64_t groups = round_up(larger(k.groups, v.groups), 16);
+        // of one block, or of the values of a whole step
+        const int64_t groups = round_up(larger(k.groups, v.groups * step), 16);
         scale = take(groups);
         offset = take(groups);
         weights = take(rows * round_up(block, 16));
@@ -48,7 +51,35 @@ struct Room {
         total = take(rows);
         start = take(rows);
         shift = take(rows * v.runs);
+        peak = take(rows);
+#if defined(__AVX512VNNI__)
+        if (in_integers(a, rows)) {
+            const Parts parts(rows);
+            const int64_t key_chunks = depth / CHUNK, value_chunks = round_up(step * block, CHUNK) / CHUNK;
+            const int64_t chunks = larger(step * key_chunks, v.runs * value_chunks), products = larger(step, v.runs);
+            digits = (int8_t*)take(chunks * parts.count * parts.chunk_bytes() / 4);
+            codes = (uint8_t*)take(chunks * 2048 / 4);
+            sums = (int32_t*)take(products * parts.count * parts.sum_count());
+            factor = take(rows * step);
+            bias = take(rows * step);
+        }
+#endif
     }
+
+#if defined(__AVX512VNNI__)
+    // of each product (a block's scores, or the sums of a run of channels)
+    int8_t* digits = nullptr;
+    uint8_t* codes = nullptr;
+    int32_t* sums = nullptr;
+    float *factor = nullptr, *bias = nullptr;
+
+    // whether the folded products can be summed in integers: KIVI's geometry, and few rows
+    static bool in_integers(const Attend& a, int64_t rows) {
+        const Format &k = a.keys.format, &v = a.values.format;
+        return rows <= FOLD_ROWS && k.channel_axis && !v.channel_axis && k.group == GROUP && v.group == GROUP &&
+               !k.codebook && !v.codebook && k.head_dim % 4 == 0;
+    }
+#endif
 };
 
 static int64_t attend_scratch(const Attend& a) { return Room(a, nullptr).size; }
@@ -145,6 +176,7 @@ struct Unit {
                 }
             }
             const float now = room.maximum[r];
+            room.peak[r] = exp_nonpositive(set(top - now))[0];
             vf total = {};
             for (int64_t i = 0; i < padded; i += W) {
                 vf weight = exp_nonpositive(load(s + i) - now);
@@ -229,6 +261,136 @@ struct Unit {
         }
     }
 
+#if defined(__AVX512VNNI__)
+    // What the digits of a row are multiplied by, and their unit. A row without anything in it gets zeros.
+    INLINE void choose_unit(float largest_float, float& factor, float& unit) {
+        const bool empty = !(largest_float > 1e-30f);
+        factor = empty ? 0 : LARGEST / largest_float;
+        unit = empty ? 0 : largest_float / LARGEST;
+    }
+
+    void fold_query(int64_t b, int64_t block, const Parts& parts) {
+        const Format& f = a.keys.format;
+        const int64_t at = scale_of(a.keys, batch, kv_head, block), chunks = room.depth / CHUNK;
+        to_floats(a.keys.scale + at, Type::float16, f.groups, 1, room.scale, round_up(f.groups, W));
+        to_floats(a.keys.offset + at, Type::float16, f.groups, 1, room.offset, round_up(f.groups, W));
+        for (int64_t r = 0; r < rows; r++) {
+            const float* q = room.query + r * room.depth;
+            vf dot = {}, highest = {};
+            for (int64_t d = 0; d < f.head_dim; d += W) {
+                const vf product = load(q + d) * load(room.scale + d);
+                // the larger of two absolute values
+                highest = _mm512_range_ps(highest, product, 0b1011);
+                dot += load(q + d) * load(room.offset + d);
+                store(room.folded + d, product);
+            }
+            float factor;
+            choose_unit(largest(highest), factor, room.factor[b * rows + r]);
+            room.bias[b * rows + r] = sum(dot);
+            int8_t* out = room.digits + (b * parts.count + r / parts.rows) * chunks * parts.chunk_bytes() +
+                          r % parts.rows * DIGITS * 64;
+            for (int64_t c = 0; c < chunks; c++) {
+                write_digits(room.folded + c * CHUNK, factor, out + c * parts.chunk_bytes(), 64);
+            }
+        }
+    }
+
+    void multiply_all(int64_t products, int64_t chunks, const Parts& parts) {
+        for (int64_t p = 0; p < products; p++) {
+            for (int64_t part = 0; part < parts.count; part++) {
+                const int64_t i = p * parts.count + part;
+                multiply(parts, room.digits + i * chunks * parts.chunk_bytes(), parts.chunk_bytes(),
+                         room.codes + p * chunks * 2048, chunks, room.sums + i * parts.sum_count());
+            }
+        }
+    }
+
+    // the sums of half a group, of one row of one product
+    vf sums_of(int64_t product, int64_t row, int64_t half, const Parts& parts) const {
+        const int64_t i = product * parts.count + row / parts.rows;
+        return join_sums(room.sums + i * parts.sum_count() + row % parts.rows * DIGITS * GROUP + half * W, GROUP);
+    }
+
+    void fold_weights(int64_t first, int64_t count, int64_t chunks, const Parts& parts) {
+        const Format& f = a.values.format;
+        const int64_t padded = chunks * CHUNK;
+        vf highest = {};
+        for (int64_t run = 0; run < f.runs; run++) {
+            for (int64_t b = 0; b < count; b++) {
+                const int64_t at = scale_of(a.values, batch, kv_head, first + b) + run * GROUP, to = run * padded + b * GROUP;
+                for (int64_t t = 0; t < GROUP; t += W) {
+                    const vf scale = load_halves(a.values.scale + at + t);
+                    highest = maximum(highest, scale);
+                    store(room.scale + to + t, scale);
+                    store(room.offset + to + t, load_halves(a.values.offset + at + t));
+                }
+            }
+        }
+        const float scale = largest(highest);
+        for (int64_t r = 0; r < rows; r++) {
+            float factor;
+            choose_unit(room.peak[r] * scale, factor, room.factor[r]);
+            float* w = room.scores + r * room.tokens;
+            for (int64_t t = count * GROUP; t < padded; t += W) store(w + t, vf{});
+            for (int64_t run = 0; run < f.runs; run++) {
+                vf shift = {};
+                for (int64_t t = 0; t < count * GROUP; t += W) {
+                    shift += load(w + t) * load(room.offset + run * padded + t);
+                    store(room.folded + t, load(w + t) * load(room.scale + run * padded + t));
+                }
+                for (int64_t t = count * GROUP; t < padded; t += W) store(room.folded + t, vf{});
+                room.shift[r * f.runs + run] = sum(shift);
+                int8_t* out = room.digits + (run * parts.count + r / parts.rows) * chunks * parts.chunk_bytes() +
+                              r % parts.rows * DIGITS * 64;
+                for (int64_t c = 0; c < chunks; c++) {
+                    write_digits(room.folded + c * CHUNK, factor, out + c * parts.chunk_bytes(), 64);
+                }
+            }
+        }
+    }
+
+    void integer_step(int64_t first, int64_t count) {
+        const Format &k = a.keys.format, &v = a.values.format;
+        const Parts parts(rows);
+        const int64_t key_chunks = room.depth / CHUNK, tokens = count * GROUP;
+        const SpreadGroups spread_keys = spread_for(k.nbits), spread_values = spread_for(v.nbits);
+        memset(room.folded + k.head_dim, 0, (room.depth - k.head_dim) * sizeof(float));
+        for (int64_t b = 0; b < count; b++) {
+            spread_keys(codes_of(a.keys, batch, kv_head, first + b), 0, k.head_dim, room.codes + b * key_chunks * 2048);
+            fold_query(b, first + b, parts);
+        }
+        multiply_all(count, key_chunks, parts);
+        for (int64_t b = 0; b < count; b++) {
+            for (int64_t r = 0; r < rows; r++) {
+                for (int64_t half = 0; half < 2; half++) {
+                    store(room.scores + r * room.tokens + b * GROUP + half * W,
+                          sums_of(b, r, half, parts) * room.factor[b * rows + r] + room.bias[b * rows + r]);
+                }
+            }
+        }
+        apply_mask(room.scores, a.sink + first * GROUP, tokens);
+        soften(tokens);
+        const int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
+        for (int64_t b = 0; b < count; b++) {
+            const uint8_t* codes = codes_of(a.values, batch, kv_head, first + b);
+            for (int64_t run = 0; run < v.runs; run++) {
+                spread_values(codes + run * GROUP * v.group_bytes, b * GROUP, GROUP, room.codes + run * chunks * 2048);
+            }
+        }
+        fold_weights(first, count, chunks, parts);
+        multiply_all(v.runs, chunks, parts);
+        for (int64_t r = 0; r < rows; r++) {
+            for (int64_t run = 0; run < v.runs; run++) {
+                float* o = room.output + r * room.width + run * GROUP;
+                const float shift = room.shift[r * v.runs + run];
+                for (int64_t half = 0; half < 2; half++, o += W) {
+                    store(o, load(o) + (sums_of(run, r, half, parts) * room.factor[r] + shift));
+                }
+            }
+        }
+    }
+#endif
+
     void load_exact(const Tensor& x, int64_t first, int64_t count, int64_t channels, int64_t stride) {
         for (int64_t t = 0; t < count; t++) {
             const char* p = (const char*)x.data + (batch * x.batch_stride + kv_head * x.head_stride +
@@ -261,6 +423,17 @@ struct Unit {
         a.lse[(batch * a.heads + head) * a.queries + query] = total > 0 ? top + logf(total) : -INFINITY;
     }
 
+    void packed_steps(int64_t begin, int64_t end) {
+#if defined(__AVX512VNNI__)
+        if (Room::in_integers(a, rows)) {
+            begin_tiles(Parts(rows).rows);
+            for (int64_t b = begin; b < end; b += room.step) integer_step(b, smaller(room.step, end - b));
+            return end_tiles();
+        }
+#endif
+        for (int64_t b = begin; b < end; b += room.step) packed_step(b, smaller(room.step, end - b));
+    }
+
     void run(int64_t index) {
         const int64_t split = index % a.splits;
         place(index / a.splits);
@@ -269,7 +442,7 @@ struct Unit {
         const int64_t parts = a.keys.count + exact_steps;
         const int64_t begin = parts * split / a.splits, end = parts * (split + 1) / a.splits;
         const int64_t last = smaller(end, a.keys.count);
-        for (int64_t block = begin; block < last; block += room.step) packed_step(block, smaller(room.step, last - block));
+        packed_steps(begin, last);
         if (end > a.keys.count) {
             const int64_t length = a.keys.format.block_length;
             const int64_t to = smaller((end - a.keys.count) * length, a.exact_length);
