@@ -16,7 +16,7 @@ from .models import DEFAULT
 from .settings import PLAIN, Setting, parse_cache
 
 CACHES = ("kivi:nbits=4", "kivi:nbits=2")
-PROMPT_TOKENS = 2000
+PROMPT_TOKENS = 2100
 
 
 class DType(StrEnum):

@@ -174,8 +174,13 @@ def download(source: Source) -> None:
 
 def _in_hub_cache(repository: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    return isinstance(try_to_load_from_cache(repository, "config.json"), str)
+    try:
+        return isinstance(try_to_load_from_cache(repository, "config.json"), str)
+    # a path, say, which no repository can be called
+    except HFValidationError:
+        return False
 
 
 def _ask_hub(repository: str) -> str | None:
@@ -224,39 +229,39 @@ def converted(packaged: PackagedModel, report: Callable[[str], None] = lambda te
     report(f"converting {packaged.distribution} {version} to safetensors, once")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _convert(packaged, folder)
-    except PermissionError as error:
-        raise PermissionError(f"{error}. Fix: set XDG_CACHE_HOME to a folder that can be written") from error
+        beside = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-")
+    except OSError as error:
+        raise OSError(f"{error}. Fix: set XDG_CACHE_HOME to a folder that can be written") from error
+    with beside as work:
+        _convert(packaged, folder, Path(work))
     return folder
 
 
-def _convert(packaged: PackagedModel, folder: Path) -> None:
-    """Convert beside the folder and rename: it is whole or not there, whoever else converts at the same time."""
+def _convert(packaged: PackagedModel, folder: Path, work: Path) -> None:
+    """Convert in a folder beside and rename: ours is whole or not there, whoever else converts at the same time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        work = Path(temporary)
-        source = _gguf_file(packaged, work)
-        where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        model = AutoModelForCausalLM.from_pretrained(
-            **where, quantization_config=GgufConfig(dequantize=True), dtype="float32"
-        )
-        # transformers 5.17 takes the first special token of the file for the end of text; the model knows better
-        for kind in ("bos", "eos", "pad"):
-            token = getattr(model.generation_config, f"{kind}_token_id")
-            if token is not None:
-                setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(token))
-        tokenizer.clean_up_tokenization_spaces = False
-        target = work / "converted"
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-        try:
-            target.rename(folder)
-        except OSError:
-            # another process was first: its folder is as good
-            if not folder.is_dir():
-                raise
+    source = _gguf_file(packaged, work)
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, quantization_config=GgufConfig(dequantize=True), dtype="float32"
+    )
+    # transformers 5.17 takes the first special token of the file for the end of text; the model knows better
+    for kind in ("bos", "eos", "pad"):
+        token = getattr(model.generation_config, f"{kind}_token_id")
+        if token is not None:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(token))
+    tokenizer.clean_up_tokenization_spaces = False
+    target = work / "converted"
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    try:
+        target.rename(folder)
+    except OSError:
+        # another process was first: its folder is as good
+        if not folder.is_dir():
+            raise
 
 
 def _gguf_file(packaged: PackagedModel, work: Path) -> Path:
