@@ -14,8 +14,7 @@ LP_NORM = 0.7
 
 
 class HqqKVQuantizer(KVQuantizer):
-    """Half-quadratic quantization (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models",
-    2023).
+    """Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
 
     The scale spans a group's minimum and maximum; the solver moves the offset so that a few large errors count less
     than many small ones. Every offset that is tried is one that can be stored (float16), and a group keeps the last

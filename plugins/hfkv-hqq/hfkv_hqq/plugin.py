@@ -7,6 +7,7 @@ import hfkv
 
 @hfkv.hookimpl
 def hfkv_kv_quantizers() -> Iterator[hfkv.KVQuantizerSpec]:
+    """The quantizer "hqq"."""
     yield hfkv.KVQuantizerSpec(
         name="hqq",
         summary="HQQ's half-quadratic solver moves the offset of each group",

@@ -7,6 +7,7 @@ import hfkv
 
 @hfkv.hookimpl
 def hfkv_kv_quantizers() -> Iterator[hfkv.KVQuantizerSpec]:
+    """The quantizer "quanto"."""
     yield hfkv.KVQuantizerSpec(
         name="quanto",
         summary="optimum-quanto: min-max at 2 and 4 bits, symmetric at 8",
