@@ -94,6 +94,7 @@ class PluginManager:
         self._owner: dict[tuple[type[Spec], str], str] = {}
         self._plugins: dict[str, Plugin] = {}
         self._registering = ""
+        self._answered: set[str] = set()
         self._tracing = False
         for hook, kind in KINDS.items():
             # called before any plugin is there: pluggy replays the call inside each register(), so `_registering`
@@ -137,7 +138,8 @@ class PluginManager:
         """
         if name in self._plugins:
             return self._record(f"{name} ({origin[0]})", origin, ValueError(f"the plugin name {name!r} is taken twice"))
-        outer, self._registering = self._registering, name
+        outer = self._registering, self._answered
+        self._registering, self._answered = name, set()
         self._trace(f"plugin {name!r}")
         try:
             self._check_marked(module)
@@ -150,7 +152,7 @@ class PluginManager:
             self._forget(name)
             return self._record(name, origin, error)
         finally:
-            self._registering = outer
+            self._registering, self._answered = outer
         return self._record(name, origin, None)
 
     def unregister(self, name: str) -> None:
@@ -190,11 +192,16 @@ class PluginManager:
         except pluggy.PluginValidationError as error:
             unknown = str(error).partition("unknown hook '")[2].partition("'")[0]
             raise ValueError(f"unknown hook {unknown!r}.{closest(unknown, KINDS)}") from error
-        if not self._pluggy.get_hookcallers(module):
+        implemented = {caller.name for caller in self._pluggy.get_hookcallers(module) or ()}
+        if not implemented:
             raise ValueError(f"{module!r} implements no hook; there are {', '.join(KINDS)}")
+        # pluggy passes on no None: what a hook gives that forgot its yield
+        for hook in sorted(implemented - self._answered):
+            raise TypeError(f"{hook} returns None: it must yield {KINDS[hook].__name__} records")
 
     def _receive(self, hook: str, kind: type[Spec], result: object) -> None:
         owner = self._registering
+        self._answered.add(hook)
         if not isinstance(result, Iterable):
             raise TypeError(f"{hook} of plugin {owner!r} must yield {kind.__name__} records, got {result!r}")
         for spec in result:
