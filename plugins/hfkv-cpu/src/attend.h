@@ -43,7 +43,7 @@ struct Room {
         tile = take(larger(packed, STEP * larger(depth, width)));
         group = take(larger(k.group, v.group) + 16);
         // of one block, or of the values of a whole step
-        const int64_t groups = round_up(larger(k.groups, v.groups * step), 16);
+        const int64_t groups = larger(larger(depth, round_up(k.groups, 16)), round_up(v.groups * step, 64));
         scale = take(groups);
         offset = take(groups);
         weights = take(rows * round_up(block, 16));
@@ -54,24 +54,23 @@ struct Room {
         peak = take(rows);
 #if defined(__AVX512VNNI__)
         if (in_integers(a, rows)) {
-            const Parts parts(rows);
-            const int64_t key_chunks = depth / CHUNK, value_chunks = round_up(step * block, CHUNK) / CHUNK;
-            const int64_t chunks = larger(step * key_chunks, v.runs * value_chunks), products = larger(step, v.runs);
-            digits = (int8_t*)take(chunks * parts.count * parts.chunk_bytes() / 4);
-            codes = (uint8_t*)take(chunks * 2048 / 4);
-            sums = (int32_t*)take(products * parts.count * parts.sum_count());
-            factor = take(rows * step);
-            bias = take(rows * step);
+            const int64_t chunks = larger(depth, round_up(step * block, CHUNK)) / CHUNK;
+            row_stride = round_up(rows, 4);
+            digits = (int8_t*)take(chunks * 3 * CHUNK * rows / 4);
+            sums = take(rows * GROUP);
+            dots = take(row_stride * 16);
+            bias = take(row_stride);
+            factor = take(rows);
+            unit = take(rows);
         }
 #endif
     }
 
 #if defined(__AVX512VNNI__)
-    // of each product (a block's scores, or the sums of a run of channels)
+    // of one product: the scores of a block, or the sums of a run of channels
     int8_t* digits = nullptr;
-    uint8_t* codes = nullptr;
-    int32_t* sums = nullptr;
-    float *factor = nullptr, *bias = nullptr;
+    float *sums = nullptr, *dots = nullptr, *bias = nullptr, *factor = nullptr, *unit = nullptr;
+    int64_t row_stride = 0;
 
     // whether the folded products can be summed in integers: KIVI's geometry, and few rows
     static bool in_integers(const Attend& a, int64_t rows) {
@@ -237,7 +236,7 @@ struct Unit {
                     room.weights[r * stride + t] = w[t] * room.scale[first + t];
                     shift += w[t] * room.offset[first + t];
                 }
-                room.shift[r * f.runs + run] += shift;
+                room.shift[r * a.values.format.runs + run] += shift;
             }
             product<true>(room.weights, stride, room.tile, f.group, room.output + run * f.group, room.width, rows, f.group,
                           length);
@@ -250,12 +249,12 @@ struct Unit {
         apply_mask(room.scores, a.sink + first * length, tokens);
         soften(tokens);
         const Format& f = a.values.format;
-        if (fold_values) memset(room.shift, 0, rows * f.runs * sizeof(float));
+        if (fold_values) memset(room.shift, 0, rows * a.values.format.runs * sizeof(float));
         for (int64_t b = 0; b < count; b++) add_block(first + b, room.scores + b * length);
         if (!fold_values) return;
         for (int64_t r = 0; r < rows; r++) {
             for (int64_t run = 0; run < f.runs; run++) {
-                float *o = room.output + r * room.width + run * f.group, shift = room.shift[r * f.runs + run];
+                float *o = room.output + r * room.width + run * f.group, shift = room.shift[r * a.values.format.runs + run];
                 for (int64_t c = 0; c < f.group; c += W) store(o + c, load(o + c) + shift);
             }
         }
@@ -263,128 +262,116 @@ struct Unit {
 
 #if defined(__AVX512VNNI__)
     // What the digits of a row are multiplied by, and their unit. A row without anything in it gets zeros.
-    INLINE void choose_unit(float largest_float, float& factor, float& unit) {
+    INLINE void choose_unit(float largest_float, int digits, float& factor, float& unit) {
         const bool empty = !(largest_float > 1e-30f);
-        factor = empty ? 0 : LARGEST / largest_float;
-        unit = empty ? 0 : largest_float / LARGEST;
+        factor = empty ? 0 : largest_of(digits) / largest_float;
+        unit = empty ? 0 : largest_float / largest_of(digits);
     }
 
-    void fold_query(int64_t b, int64_t block, const Parts& parts) {
+    // Digits of x * scale for each row of x, and x * offset in `bias`. `factor` has been chosen.
+    template <int DIGITS>
+    void write_rows(const float* x, int64_t stride, const float* scale, const float* offset, int64_t chunks) {
+        for (int64_t r = 0; r < rows; r++) {
+            const float *row = x + r * stride, *s = scale, *o = offset, factor = room.factor[r];
+            int8_t* out = room.digits + r * DIGITS * CHUNK;
+            vf dot = {};
+            for (int64_t c = 0; c < chunks; c++, row += CHUNK, s += CHUNK, o += CHUNK, out += rows * DIGITS * CHUNK) {
+                const auto product = [&](int j) __attribute__((always_inline)) {
+                    const vf v = load(row + j * W);
+                    dot += v * load(o + j * W);
+                    return (v * factor) * load(s + j * W);
+                };
+                write_digits<DIGITS>(product, out);
+            }
+            store(room.dots + r * W, dot);
+        }
+        for (int64_t r = 0; r < rows; r += 4) {
+            const float* p = room.dots + r * W;
+            store_sums(room.bias + r, load(p), load(p + W), load(p + 2 * W), load(p + 3 * W));
+        }
+    }
+
+    template <int DIGITS> void integer_scores(int64_t block, Multiply multiply, float* scores) {
         const Format& f = a.keys.format;
         const int64_t at = scale_of(a.keys, batch, kv_head, block), chunks = room.depth / CHUNK;
-        to_floats(a.keys.scale + at, Type::float16, f.groups, 1, room.scale, round_up(f.groups, W));
-        to_floats(a.keys.offset + at, Type::float16, f.groups, 1, room.offset, round_up(f.groups, W));
+        to_floats(a.keys.scale + at, Type::float16, f.groups, 1, room.scale, room.depth);
+        to_floats(a.keys.offset + at, Type::float16, f.groups, 1, room.offset, room.depth);
         for (int64_t r = 0; r < rows; r++) {
             const float* q = room.query + r * room.depth;
-            vf dot = {}, highest = {};
-            for (int64_t d = 0; d < f.head_dim; d += W) {
-                const vf product = load(q + d) * load(room.scale + d);
-                // the larger of two absolute values
-                highest = _mm512_range_ps(highest, product, 0b1011);
-                dot += load(q + d) * load(room.offset + d);
-                store(room.folded + d, product);
-            }
-            float factor;
-            choose_unit(largest(highest), factor, room.factor[b * rows + r]);
-            room.bias[b * rows + r] = sum(dot);
-            int8_t* out = room.digits + (b * parts.count + r / parts.rows) * chunks * parts.chunk_bytes() +
-                          r % parts.rows * DIGITS * 64;
-            for (int64_t c = 0; c < chunks; c++) {
-                write_digits(room.folded + c * CHUNK, factor, out + c * parts.chunk_bytes(), 64);
+            vf top = {};
+            // the larger of two absolute values
+            for (int64_t d = 0; d < f.head_dim; d += W) top = _mm512_range_ps(top, load(q + d) * load(room.scale + d), 0b1011);
+            choose_unit(largest(top), DIGITS, room.factor[r], room.unit[r]);
+        }
+        write_rows<DIGITS>(room.query, room.depth, room.scale, room.offset, chunks);
+        const Operand operand{codes_of(a.keys, batch, kv_head, block), 0, 1, f.head_dim / 4};
+        multiply(operand, room.digits, rows * DIGITS * CHUNK, room.sums, rows);
+        for (int64_t r = 0; r < rows; r++) {
+            for (int64_t i = 0; i < GROUP; i += W) {
+                store(scores + r * room.tokens + i, load(room.sums + r * GROUP + i) * room.unit[r] + room.bias[r]);
             }
         }
     }
 
-    void multiply_all(int64_t products, int64_t chunks, const Parts& parts) {
-        for (int64_t p = 0; p < products; p++) {
-            for (int64_t part = 0; part < parts.count; part++) {
-                const int64_t i = p * parts.count + part;
-                multiply(parts, room.digits + i * chunks * parts.chunk_bytes(), parts.chunk_bytes(),
-                         room.codes + p * chunks * 2048, chunks, room.sums + i * parts.sum_count());
-            }
-        }
-    }
-
-    // the sums of half a group, of one row of one product
-    vf sums_of(int64_t product, int64_t row, int64_t half, const Parts& parts) const {
-        const int64_t i = product * parts.count + row / parts.rows;
-        return join_sums(room.sums + i * parts.sum_count() + row % parts.rows * DIGITS * GROUP + half * W, GROUP);
-    }
-
-    void fold_weights(int64_t first, int64_t count, int64_t chunks, const Parts& parts) {
+    // The scales and offsets of a step's values, a row for each run; returns the largest scale.
+    float load_scales(int64_t first, int64_t count, int64_t padded) {
         const Format& f = a.values.format;
-        const int64_t padded = chunks * CHUNK;
         vf highest = {};
         for (int64_t run = 0; run < f.runs; run++) {
+            float *scale = room.scale + run * padded, *offset = room.offset + run * padded;
             for (int64_t b = 0; b < count; b++) {
-                const int64_t at = scale_of(a.values, batch, kv_head, first + b) + run * GROUP, to = run * padded + b * GROUP;
+                const int64_t at = scale_of(a.values, batch, kv_head, first + b) + run * GROUP;
                 for (int64_t t = 0; t < GROUP; t += W) {
-                    const vf scale = load_halves(a.values.scale + at + t);
-                    highest = maximum(highest, scale);
-                    store(room.scale + to + t, scale);
-                    store(room.offset + to + t, load_halves(a.values.offset + at + t));
+                    const vf x = load_halves(a.values.scale + at + t);
+                    highest = maximum(highest, x);
+                    store(scale + b * GROUP + t, x);
+                    store(offset + b * GROUP + t, load_halves(a.values.offset + at + t));
                 }
             }
+            for (int64_t t = count * GROUP; t < padded; t += W) store(scale + t, vf{}), store(offset + t, vf{});
         }
-        const float scale = largest(highest);
-        for (int64_t r = 0; r < rows; r++) {
-            float factor;
-            choose_unit(room.peak[r] * scale, factor, room.factor[r]);
-            float* w = room.scores + r * room.tokens;
-            for (int64_t t = count * GROUP; t < padded; t += W) store(w + t, vf{});
-            for (int64_t run = 0; run < f.runs; run++) {
-                vf shift = {};
-                for (int64_t t = 0; t < count * GROUP; t += W) {
-                    shift += load(w + t) * load(room.offset + run * padded + t);
-                    store(room.folded + t, load(w + t) * load(room.scale + run * padded + t));
-                }
-                for (int64_t t = count * GROUP; t < padded; t += W) store(room.folded + t, vf{});
-                room.shift[r * f.runs + run] = sum(shift);
-                int8_t* out = room.digits + (run * parts.count + r / parts.rows) * chunks * parts.chunk_bytes() +
-                              r % parts.rows * DIGITS * 64;
-                for (int64_t c = 0; c < chunks; c++) {
-                    write_digits(room.folded + c * CHUNK, factor, out + c * parts.chunk_bytes(), 64);
-                }
-            }
+        return largest(highest);
+    }
+
+    // Asks for the codes and scales of a block that a later step reads.
+    void prefetch(const Blocks& blocks, int64_t block) const {
+        if (block >= blocks.count) return;
+        const Format& f = blocks.format;
+        const uint8_t* codes = codes_of(blocks, batch, kv_head, block);
+        const int64_t at = scale_of(blocks, batch, kv_head, block);
+        for (int64_t i = 0; i < f.groups * f.group_bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
+        for (int64_t i = 0; i < f.groups; i += 32) {
+            __builtin_prefetch(blocks.scale + at + i, 0, 2);
+            __builtin_prefetch(blocks.offset + at + i, 0, 2);
         }
     }
 
-    void integer_step(int64_t first, int64_t count) {
+    template <int DIGITS> void integer_step(int64_t first, int64_t count) {
         const Format &k = a.keys.format, &v = a.values.format;
-        const Parts parts(rows);
-        const int64_t key_chunks = room.depth / CHUNK, tokens = count * GROUP;
-        const SpreadGroups spread_keys = spread_for(k.nbits), spread_values = spread_for(v.nbits);
-        memset(room.folded + k.head_dim, 0, (room.depth - k.head_dim) * sizeof(float));
+        const int64_t tokens = count * GROUP, chunks = (tokens + CHUNK - 1) / CHUNK;
+        const Multiply multiply_keys = multiply_for<DIGITS>(k.nbits), multiply_values = multiply_for<DIGITS>(v.nbits);
         for (int64_t b = 0; b < count; b++) {
-            spread_keys(codes_of(a.keys, batch, kv_head, first + b), 0, k.head_dim, room.codes + b * key_chunks * 2048);
-            fold_query(b, first + b, parts);
-        }
-        multiply_all(count, key_chunks, parts);
-        for (int64_t b = 0; b < count; b++) {
-            for (int64_t r = 0; r < rows; r++) {
-                for (int64_t half = 0; half < 2; half++) {
-                    store(room.scores + r * room.tokens + b * GROUP + half * W,
-                          sums_of(b, r, half, parts) * room.factor[b * rows + r] + room.bias[b * rows + r]);
-                }
-            }
+            prefetch(a.keys, first + room.step + b);
+            integer_scores<DIGITS>(first + b, multiply_keys, room.scores + b * GROUP);
         }
         apply_mask(room.scores, a.sink + first * GROUP, tokens);
         soften(tokens);
-        const int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
-        for (int64_t b = 0; b < count; b++) {
-            const uint8_t* codes = codes_of(a.values, batch, kv_head, first + b);
-            for (int64_t run = 0; run < v.runs; run++) {
-                spread_values(codes + run * GROUP * v.group_bytes, b * GROUP, GROUP, room.codes + run * chunks * 2048);
-            }
-        }
-        fold_weights(first, count, chunks, parts);
-        multiply_all(v.runs, chunks, parts);
+        for (int64_t b = 0; b < count; b++) prefetch(a.values, first + room.step + b);
+        const float scale = load_scales(first, count, chunks * CHUNK);
         for (int64_t r = 0; r < rows; r++) {
-            for (int64_t run = 0; run < v.runs; run++) {
+            choose_unit(room.peak[r] * scale, DIGITS, room.factor[r], room.unit[r]);
+            for (int64_t t = tokens; t < chunks * CHUNK; t += W) store(room.scores + r * room.tokens + t, vf{});
+        }
+        for (int64_t run = 0; run < v.runs; run++) {
+            const int64_t at = run * chunks * CHUNK;
+            write_rows<DIGITS>(room.scores, room.tokens, room.scale + at, room.offset + at, chunks);
+            const Operand operand{codes_of(a.values, batch, kv_head, first) + run * GROUP * v.group_bytes,
+                                  a.values.codes_block, count, GROUP / 4};
+            multiply_values(operand, room.digits, rows * DIGITS * CHUNK, room.sums, rows);
+            for (int64_t r = 0; r < rows; r++) {
                 float* o = room.output + r * room.width + run * GROUP;
-                const float shift = room.shift[r * v.runs + run];
-                for (int64_t half = 0; half < 2; half++, o += W) {
-                    store(o, load(o) + (sums_of(run, r, half, parts) * room.factor[r] + shift));
+                for (int64_t i = 0; i < GROUP; i += W) {
+                    store(o + i, load(o + i) + (load(room.sums + r * GROUP + i) * room.unit[r] + room.bias[r]));
                 }
             }
         }
@@ -426,9 +413,13 @@ struct Unit {
     void packed_steps(int64_t begin, int64_t end) {
 #if defined(__AVX512VNNI__)
         if (Room::in_integers(a, rows)) {
-            begin_tiles(Parts(rows).rows);
-            for (int64_t b = begin; b < end; b += room.step) integer_step(b, smaller(room.step, end - b));
-            return end_tiles();
+            // what is rounded to half precision in the end needs no more than 16 bits
+            const bool half = a.query.type != Type::float32;
+            for (int64_t b = begin; b < end; b += room.step) {
+                const int64_t count = smaller(room.step, end - b);
+                half ? integer_step<2>(b, count) : integer_step<3>(b, count);
+            }
+            return;
         }
 #endif
         for (int64_t b = begin; b < end; b += room.step) packed_step(b, smaller(room.step, end - b));

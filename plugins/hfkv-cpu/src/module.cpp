@@ -3,14 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#if defined(HFKV_X86)
-#include <cpuid.h>
-#endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
 #include <array>
 #include <string>
@@ -25,25 +17,10 @@ namespace hfkv {
 
 extern const Kernels kernels_portable;
 #if defined(HFKV_X86)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_vnni, kernels_amx;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_vnni;
 #endif
 
 namespace {
-
-#if defined(HFKV_X86)
-// Whether the processor has matrix registers for bytes, and the system lets this process use them.
-bool has_amx() {
-#if defined(__linux__)
-    unsigned a, b, c, d;
-    constexpr unsigned TILES = 1u << 24, BYTES = 1u << 25;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (TILES | BYTES)) != (TILES | BYTES)) return false;
-    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-#else
-    return false;
-#endif
-}
-#endif
 
 // best first
 std::vector<const Kernels*> usable_kernels() {
@@ -54,7 +31,6 @@ std::vector<const Kernels*> usable_kernels() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
-    if (vnni && has_amx()) usable.push_back(&kernels_amx);
     if (vnni) usable.push_back(&kernels_avx512_vnni);
     if (avx512) usable.push_back(&kernels_avx512);
     if (avx2) usable.push_back(&kernels_avx2);
