@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -147,6 +147,12 @@ class PackedStore:
         self.format = format
         self.count = 0
         self._room = PackedBlocks.empty(format, batch, heads, 0, device)
+        # the view of the part in use, which every step asks for and few steps change
+        self._used: PackedBlocks | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a pickle would store the same bytes twice
+        return {**vars(self), "_used": None}
 
     @property
     def length(self) -> int:
@@ -161,7 +167,9 @@ class PackedStore:
 
     def view(self) -> PackedBlocks:
         """The blocks in use, without a copy."""
-        return self._room.narrow(0, self.count)
+        if self._used is None:
+            self._used = self._room.narrow(0, self.count)
+        return self._used
 
     def extend(self, blocks: PackedBlocks) -> None:
         """Append blocks of the same format, batch and heads."""
@@ -175,6 +183,7 @@ class PackedStore:
             for name in ("codes", "scale", "offset"):
                 getattr(self._room, name)[:, :, self.count : needed] = getattr(blocks, name)
         self.count = needed
+        self._used = None
 
     def _reserve(self, count: int) -> None:
         batch, heads = self._room.codes.shape[:2]
@@ -186,9 +195,11 @@ class PackedStore:
     def truncate(self, count: int) -> None:
         """Keep the first ``count`` blocks; their bytes stay until the next growth, unless none is kept."""
         self.count = count
+        self._used = None
         if count == 0:
             self._room = self._room.map(lambda tensor: tensor[:, :, :0].clone())
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor by what a function makes of the part in use (rows selected, device changed)."""
         self._room = self.view().map(function)
+        self._used = None
