@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,18 @@ def test_ops_are_those_of_the_table():
     assert "### `attend(query, view, mask, scale, causal)`" in shown
     assert "| `mask` | `torch.Tensor | None` | ``[batch or 1, heads or 1, queries, tokens]`` in stored order" in shown
     assert "Returns ``[batch, kv_heads, tokens, head_dim]``." in shown
+
+
+def test_example_is_shown_whole():
+    shown = tables.folder("examples/third_party_cache")
+    example = ROOT / "examples" / "third_party_cache"
+    for file in [example / "pyproject.toml", *example.glob("*/*.py")]:
+        if "tests" not in file.parts:
+            assert f'title="{file.relative_to(example)}"\n{file.read_text(encoding="utf-8").strip()}\n```' in shown
+    project = tomllib.loads((example / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = list(project["entry-points"]["hfkv"])
+    assert re.findall(r"--hfkv-plugin (\w+)", PAGES["writing-a-plugin.md"]) == names
+    assert re.findall(r'cache_implementation="(\w+)"', PAGES["writing-a-plugin.md"])[0] in names
 
 
 FIGURE = {

@@ -128,10 +128,10 @@ def contracts(package: str = "hfkv.testing.contracts") -> str:
 def folder(path: str) -> str:
     """The files of a folder of the repository as blocks of code: what a page shows cannot drift from what is tested.
 
-    The project file comes first, then the modules; tests and what is built are left out.
+    The project file comes first, then the modules, the shortest first; tests and what is built are left out.
     """
     root = ROOT / path
-    files = [root / "pyproject.toml", *sorted(root.rglob("*.py"))]
+    files = [root / "pyproject.toml", *sorted(root.rglob("*.py"), key=lambda file: file.stat().st_size)]
     shown = [file for file in files if not {"tests", "build"} & set(file.relative_to(root).parts)]
     if len(shown) < 2:
         raise ValueError(f"{path} has no modules to show")
