@@ -41,6 +41,26 @@ class CacheSpec(Spec):
 
     The flags say what the technique can do. The conformance kit tests both answers: a ``True`` must work, a
     ``False`` must raise NotImplementedError.
+
+    Parameters
+    ----------
+    crop
+        Tokens can be taken back (`crop`): assisted decoding and prompt lookup need it.
+    reorder
+        Rows can change places (`reorder_cache`): beam search needs it.
+    select
+        Rows can be repeated and left out (`batch_repeat_interleave`, `batch_select_indices`).
+    offload
+        What is stored can move to the CPU and back (`offload`, `prefetch`).
+    lossless
+        What comes out is what went in.
+    contract_options
+        Options that the conformance kit builds the cache with, so that its 24 to 40 tokens exercise the technique
+        (small blocks, a short residual) and errors stay small (8 bits).
+    contract_tolerance
+        What a lossy cache may cost under these options: the error of the logits, where 1 is the least that losing one
+        cached token costs. Less than 1, or the bound would prove nothing. None for a technique that forgets tokens by
+        design: the kit then compares it only with itself.
     """
 
     crop: bool = True
@@ -48,6 +68,8 @@ class CacheSpec(Spec):
     select: bool = True
     offload: bool = True
     lossless: bool = False
+    contract_options: Mapping[str, Any] = field(default_factory=dict)
+    contract_tolerance: float | None = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +92,10 @@ class KVQuantizerSpec(Spec):
 class KernelSpec(Spec):
     """Kernels for the op table; ``load`` names an object with the methods of `hfkv.kernels.Kernels`.
 
-    ``priority`` orders the candidates of one device, highest first; the reference has 0.
+    Parameters
+    ----------
+    priority
+        Orders the candidates of one device, highest first; the reference has 0.
     """
 
     priority: int = 10

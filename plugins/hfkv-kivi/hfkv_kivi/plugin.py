@@ -7,15 +7,19 @@ import hfkv
 
 @hfkv.hookimpl
 def hfkv_caches() -> Iterator[hfkv.CacheSpec]:
+    """The cache "kivi"."""
     yield hfkv.CacheSpec(
         name="kivi",
         summary="quantized once: keys per channel, values per token; sinks and newest tokens in full precision",
         load="hfkv_kivi.layer:KiviLayer",
+        contract_options={"nbits": 8, "group_size": 8, "residual_length": 8, "sink_length": 2},
+        contract_tolerance=0.25,
     )
 
 
 @hfkv.hookimpl
 def hfkv_kv_quantizers() -> Iterator[hfkv.KVQuantizerSpec]:
+    """The quantizer "rtn"."""
     yield hfkv.KVQuantizerSpec(
         name="rtn",
         summary="round to nearest between a group's minimum and maximum",
