@@ -304,7 +304,7 @@ struct Unit {
             choose_unit(largest(top), DIGITS, room.factor[r], room.unit[r]);
         }
         write_rows<DIGITS>(room.query, room.depth, room.scale, room.offset, chunks);
-        const Operand operand{codes_of(a.keys, batch, kv_head, block), 0, 1, f.head_dim / 4};
+        const Operand operand{codes_of(a.keys, batch, kv_head, block), 0, 1, f.head_dim / 4, 2 * a.keys.codes_block};
         multiply(operand, room.digits, rows * DIGITS * CHUNK, room.sums, rows);
         for (int64_t r = 0; r < rows; r++) {
             for (int64_t i = 0; i < GROUP; i += W) {
@@ -333,30 +333,13 @@ struct Unit {
         return largest(highest);
     }
 
-    // Asks for the codes and scales of a block that a later step reads.
-    void prefetch(const Blocks& blocks, int64_t block) const {
-        if (block >= blocks.count) return;
-        const Format& f = blocks.format;
-        const uint8_t* codes = codes_of(blocks, batch, kv_head, block);
-        const int64_t at = scale_of(blocks, batch, kv_head, block);
-        for (int64_t i = 0; i < f.groups * f.group_bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
-        for (int64_t i = 0; i < f.groups; i += 32) {
-            __builtin_prefetch(blocks.scale + at + i, 0, 2);
-            __builtin_prefetch(blocks.offset + at + i, 0, 2);
-        }
-    }
-
     template <int DIGITS> void integer_step(int64_t first, int64_t count) {
         const Format &k = a.keys.format, &v = a.values.format;
         const int64_t tokens = count * GROUP, chunks = (tokens + CHUNK - 1) / CHUNK;
         const Multiply multiply_keys = multiply_for<DIGITS>(k.nbits), multiply_values = multiply_for<DIGITS>(v.nbits);
-        for (int64_t b = 0; b < count; b++) {
-            prefetch(a.keys, first + room.step + b);
-            integer_scores<DIGITS>(first + b, multiply_keys, room.scores + b * GROUP);
-        }
+        for (int64_t b = 0; b < count; b++) integer_scores<DIGITS>(first + b, multiply_keys, room.scores + b * GROUP);
         apply_mask(room.scores, a.sink + first * GROUP, tokens);
         soften(tokens);
-        for (int64_t b = 0; b < count; b++) prefetch(a.values, first + room.step + b);
         const float scale = load_scales(first, count, chunks * CHUNK);
         for (int64_t r = 0; r < rows; r++) {
             choose_unit(room.peak[r] * scale, DIGITS, room.factor[r], room.unit[r]);
@@ -366,7 +349,7 @@ struct Unit {
             const int64_t at = run * chunks * CHUNK;
             write_rows<DIGITS>(room.scores, room.tokens, room.scale + at, room.offset + at, chunks);
             const Operand operand{codes_of(a.values, batch, kv_head, first) + run * GROUP * v.group_bytes,
-                                  a.values.codes_block, count, GROUP / 4};
+                                  a.values.codes_block, count, GROUP / 4, room.step * a.values.codes_block};
             multiply_values(operand, room.digits, rows * DIGITS * CHUNK, room.sums, rows);
             for (int64_t r = 0; r < rows; r++) {
                 float* o = room.output + r * room.width + run * GROUP;

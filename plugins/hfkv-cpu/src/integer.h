@@ -98,10 +98,11 @@ INLINE void add_products(__m512i& sums, __m512i codes, __m512i bytes) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(bytes));
 }
 
-// What is multiplied: in each of `blocks`, `fours` times four groups, one after the other.
+// What is multiplied: in each of `blocks`, `fours` times four groups, one after the other. The codes that lie `ahead` bytes
+// further are asked for meanwhile.
 struct Operand {
     const uint8_t* codes;
-    int64_t block_stride, blocks, fours;
+    int64_t block_stride, blocks, fours, ahead;
 };
 
 // Sums over all groups of the rows' bytes times the groups' codes, as floats: ROWS rows of a group's 32 elements.
@@ -116,6 +117,7 @@ static void multiply(const Operand& operand, const int8_t* digits, int64_t chunk
         const uint8_t* p = operand.codes + b * operand.block_stride;
         for (int64_t i = 0; i < operand.fours; i++, q++, p += FOUR) {
             const int8_t* four = digits + q / 16 * chunk_bytes + (q % 4 * 4 + q % 16 / 4) * 4;
+            __builtin_prefetch(p + operand.ahead);
             __m512i elements, further;
             Spread<BITS>::groups(spread, p, elements, further);
 #pragma GCC unroll 12
