@@ -134,7 +134,7 @@ def test_new_plugin_needs_no_edit(with_keep):
     assert "| `crop` | no |" in page
     # 8 bits and 32 / 32 for scale and offset in 4,032 tokens, 16 in the other 64 and the room for 32
     assert re.search(r"\| `default options` \| \S+ \| 9\.23 \|", page)
-    assert "Needs `not-a-distribution`" in page
+    assert "Not here yet.\n\nNeeds `not-a-distribution`." in page
     assert "(/plugins/keep.md)" in plugin_pages.index()
     assert "| [`keep`](/plugins/keep.md) | a third of it |" in plugin_pages.caches()
 

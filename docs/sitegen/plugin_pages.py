@@ -100,11 +100,13 @@ def page(plugin: Plugin) -> str:
     if plugin.error is not None:
         parts.append(f"This plugin could not be loaded: {plugin.error}")
     for spec in plugin.specs:
-        parts += [f"## The {KINDS[type(spec)]} `{spec.name}`", _about(spec)]
+        parts.append(f"## The {KINDS[type(spec)]} `{spec.name}`")
         if isinstance(spec, specs.CacheSpec):
-            parts.append(_cache(spec))
+            parts += [_method(spec), _cache(spec)]
         elif isinstance(spec, specs.KVQuantizerSpec):
-            parts.append(_quantizer(spec))
+            parts += [_method(spec), _quantizer(spec)]
+        else:
+            parts.append(f"{spec.summary[:1].upper()}{spec.summary[1:]}.")
         if spec.requires:
             parts.append("Needs " + ", ".join(map(code, spec.requires)) + ".")
     measured = figures.about(plugin.name)
@@ -123,8 +125,8 @@ def _readme(plugin: Plugin) -> str:
     return str(description or f"# {plugin.distribution}").strip()
 
 
-def _about(spec: specs.Spec) -> str:
-    """The docstring of the module that a record loads: the method and its source."""
+def _method(spec: specs.Spec) -> str:
+    """The docstring of the module that a record loads: the method and where it comes from."""
     return docstrings.markdown(docstrings.of_module(spec.load.partition(":")[0])) or spec.summary
 
 
