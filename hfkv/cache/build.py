@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -86,7 +87,7 @@ def build_cache(
 def _builder(name: str, options: Mapping[str, Any], named_in: str) -> Callable[[LayerContext], KVLayer]:
     layer_class: type[KVLayer] = registry.find(CacheSpec, name, named_in)
     parsed: CacheOptions = layer_class.Options.parse(options, name)
-    return lambda context: layer_class(parsed, context)
+    return lambda context: layer_class(parsed, replace(context, technique=name))
 
 
 def _by_layer(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from .layer import KVLayer
 from .padding import Padding
 
 
@@ -60,6 +61,22 @@ class HFKVCache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that attention of this layer will see."""
         return super().get_mask_sizes(query_length, self._counting(layer_idx))
+
+    def activate_past_recording(self) -> None:
+        """Get ready for crops: assisted decoding calls it before anything is computed.
+
+        Raises
+        ------
+        NotImplementedError
+            A layer cannot crop.
+        """
+        for layer in self.layers:
+            if isinstance(layer, KVLayer) and not layer.is_croppable:
+                raise NotImplementedError(
+                    f"the cache {layer.technique!r} cannot crop, and assisted decoding and prompt lookup take rejected "
+                    "tokens back. Generate without them, or choose another cache"
+                )
+        super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens (zero or negative)."""

@@ -27,29 +27,33 @@ class LayerContext:
         The decoder's (text) config; a layer reads what it needs and does not keep it.
     padding
         What the cache knows of the batch's padding; shared by all layers.
+    technique
+        The name of the cache, for messages.
     """
 
     layer_idx: int
     config: PretrainedConfig
     padding: Padding
+    technique: str = "cache"
 
 
 class KVLayer(CacheLayerMixin):
     """One layer's keys and values; what a `CacheSpec` loads.
 
-    A subclass sets ``Options`` and implements `update`, `get_seq_length`, `dense`, `crop`, `map_rows` and `move`;
-    all else follows. Shapes are ``[batch, kv_heads, tokens, head_dim]``.
+    A subclass sets ``Options`` and implements `update`, `get_seq_length` and `dense`; and `crop`, `map_rows` and `move`
+    as far as its spec promises (``crop``; ``reorder`` and ``select``; ``offload``): what it leaves out raises
+    NotImplementedError. All else follows. Shapes are ``[batch, kv_heads, tokens, head_dim]``.
     """
 
     Options: ClassVar[type[CacheOptions]] = CacheOptions
 
     is_sliding = False
-    is_croppable = True
     is_compileable = False
 
     def __init__(self, options: CacheOptions, context: LayerContext) -> None:
         # not super().__init__(), which assigns to `keys` and `values`: here they are views of what is stored
         self.options = options
+        self.technique = context.technique
         self.padding = context.padding
         self.is_initialized = False
 
@@ -67,17 +71,22 @@ class KVLayer(CacheLayerMixin):
     def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """All keys and values in full precision; None while empty."""
 
-    @abstractmethod
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens (zero or negative, as in transformers)."""
+        raise NotImplementedError(f"the cache {self.technique!r} cannot crop: tokens stay once they are stored")
 
-    @abstractmethod
     def map_rows(self, rows: torch.Tensor) -> None:
         """Replace the batch by the rows of these indices."""
+        raise NotImplementedError(f"the cache {self.technique!r} cannot reorder, select or repeat rows of its batch")
 
-    @abstractmethod
     def move(self, device: torch.device) -> None:
         """Move everything that is stored to a device."""
+        raise NotImplementedError(f"the cache {self.technique!r} cannot offload: it stays on its device")
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether the technique implements `crop`."""
+        return type(self).crop is not KVLayer.crop
 
     def segments(self) -> Iterator[tuple[str, int]]:
         """Yield ``(segment, bytes)`` of what is stored; ``"exact"`` is full precision, any other name is not."""
