@@ -145,6 +145,8 @@ def test_pipeline(hfkv_case: CacheCase, attention: str, made: list[HFKVCache]) -
 def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCABULARY)}, unk_token="t1"))
+    # special tokens, which the text leaves out, have no number of their own
+    vocabulary = {f"t{token}": token for token in range(VOCABULARY)} | {"pad": VOCABULARY, "unknown": VOCABULARY + 1}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="unknown"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", unk_token="t1")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="pad", unk_token="unknown")
