@@ -1,0 +1,1 @@
+"""GPU kernels for hfkv: attention on packed caches, packing and unpacking in Triton."""

@@ -1,0 +1,273 @@
+"""The op table's entry for GPUs: which requests, what shapes to compile for, how many programs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+
+from hfkv.cache import KVQuantizer, KVView, PackedBlocks, PackedFormat
+from hfkv.kernels import Request
+
+try:
+    import triton
+except ImportError as error:
+    raise ImportError("triton is not installed. Fix: pip install triton, or the build of torch for your GPU") from error
+
+from . import attend, convert
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# what TRITON_INTERPRET=1 makes of a kernel, when it is decorated
+INTERPRETED = not isinstance(attend.attend, triton.JITFunction)
+# the interpreter has no processors: few, so that it splits, and each share has several units
+INTERPRETED_PROCESSORS = 4
+# programs for each processor, so that one waits for memory while others work
+PROGRAMS_PER_PROCESSOR = 4
+# units of a share: fewer would not be worth the merge
+LEAST_UNITS = 4
+# rows of the padded matrix products up to which folding scales into them costs less than applying them to the codes
+FOLDED_ROWS = 32
+# (rows, warps, stages) of an unfolded tile, by padded channels; the largest keeps its sums in registers too
+TILES = {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2), 512: (16, 4, 2)}
+FOLDED_WARPS = {64: 2, 128: 4, 256: 4, 512: 8}
+
+
+class TritonKernels:
+    """Kernels for what Triton runs on: CUDA, ROCm (whose devices torch calls "cuda" too), Intel GPUs.
+
+    Parameters
+    ----------
+    processors
+        What the context is split for; None asks the device at the first call.
+    """
+
+    name = "triton"
+
+    def __init__(self, processors: int | None = None) -> None:
+        self._processors = processors
+
+    def supports(self, request: Request) -> tuple[bool, str]:
+        """Any format and shape on a GPU; packing by round to nearest only."""
+        if request.dtype not in FLOATS:
+            return False, f"{request.dtype} is not one of float32, bfloat16, float16"
+        if len({format.block_length for format in request.formats}) > 1:
+            return False, "keys and values are in blocks of different lengths"
+        if any(format.head_dim > max(TILES) for format in request.formats):
+            return False, f"heads have more than {max(TILES)} channels"
+        if request.op == "pack":
+            if request.quantizer != "rtn":
+                return False, f"packs with backend 'rtn' only; {request.quantizer!r} decides its codes in torch"
+            if request.formats[0].codebook is not None:
+                return False, "packs uniform grids only, not codebooks"
+        return _supports_device(request.device, request.dtype)
+
+    def pack(self, states: torch.Tensor, format: PackedFormat, quantizer: KVQuantizer) -> PackedBlocks:
+        """Quantize whole blocks, to the bit as `ReferenceKernels.pack`."""
+        batch, heads, tokens, _ = states.shape
+        count = tokens // format.block_length
+        blocks = PackedBlocks.empty(format, batch, heads, count, states.device)
+        plane_bits = 2 if format.nbits == 3 else format.nbits
+        width = triton.next_power_of_2(format.group)
+        tile = min(triton.next_power_of_2(format.groups), max(1, 4096 // width))
+        programs = batch * heads * count * triton.cdiv(format.groups, tile)
+        if programs:
+            with _on(states.device):
+                convert.pack[(programs,)](
+                    states, blocks.codes, blocks.scale, blocks.offset, *states.stride(), heads, count,
+                    NBITS=format.nbits, CHANNEL=format.axis == "channel", GROUP=format.group,
+                    BLOCK=format.block_length, DIM=format.head_dim, GROUPS=format.groups, TILE=tile, WIDTH=width,
+                    PARTS=8 // plane_bits, BYTES=triton.next_power_of_2(format.group * plane_bits // 8),
+                )  # fmt: skip
+        return blocks
+
+    def unpack(self, blocks: PackedBlocks, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize blocks (`ReferenceKernels.unpack`)."""
+        blocks, format = _whole_groups(blocks), blocks.format
+        batch, heads = blocks.codes.shape[:2]
+        device = blocks.codes.device
+        states = torch.empty(batch, heads, blocks.length, format.head_dim, dtype=dtype, device=device)
+        tokens, pad = _token_tile(format), _channel_tile(format)
+        programs = batch * heads * blocks.count * triton.cdiv(format.block_length, tokens)
+        if programs:
+            with _on(device):
+                convert.unpack[(programs,)](
+                    states, blocks.codes, blocks.scale, blocks.offset, _book(format, device),
+                    *blocks.codes.stride()[:3], *blocks.scale.stride()[:3], heads, blocks.count,
+                    NBITS=format.nbits, CHANNEL=format.axis == "channel", GROUP=format.group,
+                    BOOK=format.codebook is not None, BLOCK=format.block_length, DIM=format.head_dim,
+                    TOKENS=tokens, PAD=pad,
+                )  # fmt: skip
+        return states
+
+    def attend(
+        self, query: torch.Tensor, view: KVView, mask: torch.Tensor | None, scale: float, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over packed and exact segments (`ReferenceKernels.attend`)."""
+        batch, heads, queries, _ = query.shape
+        device, kv_heads = query.device, view.exact_keys.shape[1]
+        keys, values = _whole_groups(view.keys), _whole_groups(view.values)
+        plan = _plan(keys.format, values.format, heads // kv_heads, queries, query.dtype)
+        units = keys.count * triton.cdiv(plan["BLOCK"], plan["TOKENS"])
+        units += triton.cdiv(view.exact_keys.shape[2], plan["TOKENS"])
+        row_tiles = triton.cdiv(heads // kv_heads * queries * plan["RUNS"], plan["ROWS"])
+        splits = self._splits(row_tiles * batch * kv_heads, units, device)
+        share = triton.cdiv(units, splits)
+        splits = triton.cdiv(units, share)
+
+        # as the caller wants it in the end: [batch, queries, heads, channels] is contiguous
+        output = query.new_empty(batch, queries, heads, values.format.head_dim).transpose(1, 2)
+        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+        parts, part_lse = output.unsqueeze(0), lse.unsqueeze(0)
+        if splits > 1:
+            parts = torch.empty(splits, *output.shape, dtype=torch.float32, device=device)
+            part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=device)
+        mask_kind, mask_strides = 0, (0, 0, 0, 0)
+        if mask is not None:
+            mask_kind = 1 if mask.dtype == torch.bool else 2
+            mask = mask.expand(batch, heads, queries, -1)
+            mask_strides = mask.stride()
+            mask = mask.view(torch.uint8) if mask_kind == 1 else mask
+        with _on(device):
+            attend.attend[(row_tiles, batch * kv_heads, splits)](
+                parts, part_lse, query, view.exact_keys, view.exact_values, lse if mask is None else mask,
+                keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset,
+                _book(keys.format, device), _book(values.format, device),
+                *parts.stride(), part_lse.stride(0), *query.stride(),
+                *view.exact_keys.stride(), *view.exact_values.stride(),
+                *keys.codes.stride()[:3], *keys.scale.stride()[:3],
+                *values.codes.stride()[:3], *values.scale.stride()[:3], *mask_strides,
+                scale, kv_heads, queries, keys.count, view.exact_keys.shape[2], view.sink, units, share,
+                MASK=mask_kind, CAUSAL=causal and mask is None and queries > 1, **plan,
+            )  # fmt: skip
+            if splits > 1:
+                attend.merge[(batch * heads * queries,)](
+                    output, lse, parts, part_lse, *output.stride(), parts.stride(0), part_lse.stride(0),
+                    heads, queries, splits,
+                    VALUE_DIM=values.format.head_dim, VALUE_PAD=plan["VALUE_PAD"], SPLITS=16,
+                )  # fmt: skip
+        return output, lse
+
+    def _splits(self, programs: int, units: int, device: torch.device) -> int:
+        processors = self._processors or _processors(device)
+        wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
+        return max(1, min(wanted, units // LEAST_UNITS))
+
+
+@functools.cache
+def _supports_device(device: str, dtype: torch.dtype) -> tuple[bool, str]:
+    if INTERPRETED:
+        return True, f"Triton {triton.__version__}, interpreted (TRITON_INTERPRET=1): right, and slow"
+    if device == "cpu":
+        return False, "runs on GPUs; on the CPU in Triton's interpreter only (TRITON_INTERPRET=1)"
+    if device not in ("cuda", "xpu"):
+        return False, f"Triton does not run on {device}"
+    if not torch.get_device_module(device).is_available():
+        return False, f"torch finds no device {device}"
+    if device == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability()
+        if major < 8:
+            return False, f"compute capability {major}.{minor} is below 8.0"
+    return True, f"Triton {triton.__version__}"
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if INTERPRETED:
+        return INTERPRETED_PROCESSORS
+    if device.type == "xpu":
+        return int(torch.xpu.get_device_properties(device).max_compute_units)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _plan(keys: PackedFormat, values: PackedFormat, share: int, queries: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time arguments of `attend`."""
+    key_pad, value_pad = _channel_tile(keys), _channel_tile(values)
+    widest = max(64, key_pad, value_pad)
+    rows = share * queries
+    fold = keys.axis == "channel" and values.axis == "token" and rows * values.channel_groups <= FOLDED_ROWS
+    runs = values.channel_groups if fold else 1
+    most, warps, stages = TILES[widest]
+    if fold:
+        most, warps, stages = FOLDED_ROWS, FOLDED_WARPS[widest], 3
+    operands, precision = _operands(dtype)
+    return {
+        "SHARE": share,
+        "BLOCK": keys.block_length,
+        "FOLD": fold,
+        "RUNS": runs,
+        "ROWS": min(most, max(16, triton.next_power_of_2(rows * runs))),
+        "TOKENS": _token_tile(keys),
+        "KEY_PAD": key_pad,
+        "VALUE_PAD": value_pad,
+        "DTYPE": operands,
+        "PRECISION": precision,
+        "num_warps": warps,
+        "num_stages": stages,
+        **_format_arguments("KEY", keys),
+        **_format_arguments("VALUE", values),
+    }
+
+
+def _format_arguments(name: str, format: PackedFormat) -> dict[str, Any]:
+    return {
+        f"{name}_DIM": format.head_dim,
+        f"{name}_BITS": format.nbits,
+        f"{name}_CHANNEL": format.axis == "channel",
+        f"{name}_GROUP": format.group,
+        f"{name}_BOOK": format.codebook is not None,
+    }
+
+
+def _operands(dtype: torch.dtype) -> tuple[Any, str]:
+    """The dtype of matrix operands, and how exactly they are multiplied.
+
+    float16 would not hold weights times scales, so float16 models have operands of its precision and a wider range.
+    """
+    if INTERPRETED:
+        return triton.language.float32, "ieee"
+    if dtype == torch.bfloat16:
+        return triton.language.bfloat16, "ieee"
+    if torch.version.hip is not None or torch.version.cuda is None:
+        return triton.language.float32, "ieee"
+    return triton.language.float32, "tf32" if dtype == torch.float16 else "tf32x3"
+
+
+def _token_tile(format: PackedFormat) -> int:
+    """Tokens of a tile: a block, or parts of a long one; matrix products take no fewer than 16."""
+    return min(64, max(16, triton.next_power_of_2(format.block_length)))
+
+
+def _channel_tile(format: PackedFormat) -> int:
+    return max(16, triton.next_power_of_2(format.head_dim))
+
+
+@functools.lru_cache(maxsize=64)
+def _book_of(codebook: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(codebook, dtype=torch.float32, device=device)
+
+
+def _book(format: PackedFormat, device: torch.device) -> torch.Tensor | None:
+    return None if format.codebook is None else _book_of(format.codebook, device)
+
+
+def _whole_groups(blocks: PackedBlocks) -> PackedBlocks:
+    """The same blocks, each of them contiguous: stores make them so, and views of stores keep it."""
+    codes, scale, offset = blocks.codes, blocks.scale, blocks.offset
+    within = (blocks.format.group_bytes, 1)
+    if codes.stride()[3:] == within and scale.stride(3) == 1 and scale.stride() == offset.stride():
+        return blocks
+    return blocks.map(torch.Tensor.contiguous)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    manager: contextlib.AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return manager
+
+
+kernels = TritonKernels()
