@@ -17,6 +17,10 @@ _CHANGES_SCORES = ("position_bias", "softcap")
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """Transformers' sdpa attention, which runs the fused kernels where keys and values are packed handles."""
+    import torch
+
+    # the choice of a kernel is made once, outside any graph; attention without handles compiles as ever
+    attend = torch.compiler.disable(_attend)
 
     @functools.wraps(original)
     def sdpa_attention_forward(
@@ -36,9 +40,7 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (plain and isinstance(value, KVHandle) and value.snapshot is key.snapshot):
             value = value.dense() if isinstance(value, KVHandle) else value
             return original(module, query, key.dense(), value, attention_mask, *args, **kwargs)
-        return _attend(
-            module, query, key.snapshot, attention_mask, kwargs.get("scaling"), kwargs.get("is_causal")
-        ), None
+        return attend(module, query, key.snapshot, attention_mask, kwargs.get("scaling"), kwargs.get("is_causal")), None
 
     return sdpa_attention_forward
 

@@ -43,6 +43,14 @@ class HFKVCache(DynamicCache):
         """
         self.padding.note(attention_mask)
 
+    # packing depends on how many tokens there are, and the choice of a kernel is made once: no graph holds that
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a layer's tokens of the current forward; return all of its keys and values (or their handles)."""
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def _counting(self, layer_idx: int) -> int:
         """The layer to ask for lengths: a model whose layers were removed leaves some of ours empty."""
         layers = self.layers
