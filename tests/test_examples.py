@@ -1,0 +1,111 @@
+"""Every script under `examples/` runs, and what it prints is true."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from transformers import LlamaConfig
+
+import hfkv
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 32
+
+
+def run(name: str, model_folder: Path, code: str = "") -> str:
+    """What an example prints; ``code`` runs after it, in its namespace."""
+    script = next(path for path in EXAMPLES if path.stem == name)
+    source = script.read_text(encoding="utf-8") + code
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("HFKV_")}
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(model_folder)],
+        env=variables | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def bits(tokens: int, nbits: int) -> int:
+    """Stored bits of one layer with kivi's defaults: the first 4 tokens and at least 128 in float32, blocks packed."""
+    blocks = (tokens - 4 - 128) // 32
+    exact = 4 + 128 + 32
+    elements = 2 * KV_HEADS * HEAD_DIM
+    return elements * (32 * exact + blocks * (32 * nbits + 32))
+
+
+def test_every_example_is_tested():
+    tested = set(re.findall(r'run\("(\w+)"', Path(__file__).read_text(encoding="utf-8")))
+    assert {path.stem for path in EXAMPLES} == tested
+
+
+def test_generate_kivi_imports_nothing_from_hfkv_and_packs(model_folder):
+    assert "hfkv" not in Path(EXAMPLES[0].parent / "generate_kivi.py").read_text(encoding="utf-8").split('"""')[2]
+    counted = """
+result = model.generate(**inputs, max_new_tokens=2, cache_implementation="kivi", return_dict_in_generate=True)
+import hfkv; print("packed", hfkv.memory(result).packed_bytes)
+"""
+    shown = run("generate_kivi", model_folder, counted)
+    assert int(shown.rpartition("packed ")[2]) > 0
+
+
+def test_per_layer_reports_each_layer(model_folder):
+    shown = run("per_layer", model_folder)
+    rows = re.findall(
+        r"layer +(\d+)  (\w+) +([\d,]+) packed +([\d,]+) full precision +([\d.]+) bits per element", shown
+    )
+    kinds = [kind for _, kind, *_ in rows]
+    assert kinds == ["KiviLayer", "KiviLayer", "DynamicLayer"]
+    # the last of the 20 new tokens is not in the cache
+    tokens = len(topics["strings"][:3000].encode()) + 20 - 1
+    stored = [int(packed.replace(",", "")) + int(exact.replace(",", "")) for _, _, packed, exact, _ in rows]
+    # a block that leaves the residual while decoding makes room for more: at most 1/32 is unused
+    assert 1 <= stored[0] / (bits(tokens, 8) / 8) < 1.04
+    assert 1 <= stored[1] / (bits(tokens, 2) / 8) < 1.04
+    assert stored[2] == 4 * 2 * KV_HEADS * HEAD_DIM * tokens
+    assert f"{sum(stored):,} bytes" in shown
+
+
+def test_multi_turn_computes_only_what_is_new(model_folder):
+    shown = run("multi_turn", model_folder)
+    turns = [(int(prompt), int(held)) for prompt, held in re.findall(r"(\d+) tokens of prompt, (\d+) of them", shown)]
+    assert len(turns) == 3
+    assert turns[0][1] == 0
+    for (prompt, _), (_, held) in itertools.pairwise(turns):
+        # all of the turn before, but the last new token
+        assert held == prompt + 32 - 1
+    assert f"{turns[-1][0] + 32 - 1} tokens in " in shown
+
+
+def test_prefix_reuse_leaves_the_document_as_it_was(model_folder):
+    shown = run("prefix_reuse", model_folder)
+    tokens = len(topics["strings"][:3000].encode())
+    assert f"the document: {tokens} tokens in " in shown
+    assert f"the document: {tokens} tokens, as before" in shown
+    stored = int(re.search(r"in ([\d,]+) bytes", shown)[1].replace(",", ""))
+    assert 8 * stored == LAYERS * bits(tokens, 4)
+
+
+def test_set_default_holds_until_it_is_taken_back(model_folder):
+    lines = run("set_default", model_folder).splitlines()
+    ours = ["HFKVCache('kivi'" in line for line in lines]
+    assert ours == [True, False, True, False]
+    assert all("DynamicCache" in line for line, is_ours in zip(lines, ours, strict=True) if not is_ours)
+
+
+def test_formula_is_that_of_the_cache():
+    # the numbers above are compared with a formula: that formula, compared with a cache
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM)
+    cache = hfkv.make_cache("kivi", config, nbits=2)
+    states = torch.randn(1, KV_HEADS, 1000, HEAD_DIM)
+    cache.update(states, states.clone(), 0)
+    assert 8 * hfkv.memory(cache).stored_bytes == bits(1000, 2)
