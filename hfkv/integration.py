@@ -157,6 +157,9 @@ def _prepare_cache_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(ours, "note_mask"):
             enable_fused_attention()
             ours.note_mask(_token_mask(self, model_kwargs))
+        if isinstance(generation_config.cache_config, dict):
+            # transformers before 5.24 takes keys out of the user's dict and puts its own in
+            generation_config.cache_config = dict(generation_config.cache_config)
         return original(self, *args, **kwargs)
 
     return _prepare_cache_for_generation

@@ -66,7 +66,7 @@ def build_cache(
     config = config.get_text_config(decoder=True)
     base = dict(options)
     given_layers = base.pop("layers", {})
-    build = _builder(name, base, named_in)
+    build = _builder(name, {}, base, named_in)
     layers: list[Any] = list(DynamicCache(config=config).layers)
     eligible = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if not eligible:
@@ -84,9 +84,11 @@ def build_cache(
     return HFKVCache(name, layers, padding)
 
 
-def _builder(name: str, options: Mapping[str, Any], named_in: str) -> Callable[[LayerContext], KVLayer]:
+def _builder(
+    name: str, base: Mapping[str, Any], own: Mapping[str, Any], named_in: str
+) -> Callable[[LayerContext], KVLayer]:
     layer_class: type[KVLayer] = registry.find(CacheSpec, name, named_in)
-    parsed: CacheOptions = layer_class.Options.parse(options, name)
+    parsed: CacheOptions = layer_class.Options.parse(layer_class.Options.merge(base, own), name)
     return lambda context: layer_class(parsed, replace(context, technique=name))
 
 
@@ -123,7 +125,7 @@ def _override(
             raise ValueError(f"layers[{key!r}]={override!r}: {KEEP!r} takes no options")
         return None
     # another technique has other options: it starts from its own defaults
-    return _builder(technique, {**base, **own} if technique == name else own, f"layers[{key!r}]")
+    return _builder(technique, base if technique == name else {}, own, f"layers[{key!r}]")
 
 
 def _indices(key: object, count: int) -> range:

@@ -44,7 +44,7 @@ class HFKVCache(DynamicCache):
         self.padding.note(attention_mask)
 
     # packing depends on how many tokens there are, and the choice of a kernel is made once: no graph holds that
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

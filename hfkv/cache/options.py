@@ -18,8 +18,6 @@ def option(default: Any, help: str) -> Any:
 class CacheOptions:
     """Base of every technique's options; `__post_init__` of a subclass checks the values."""
 
-    # what the technique is called in messages; set by the builder from the name that the user wrote
-    technique: ClassVar[str] = "cache"
     # other spellings that `translate` takes, each with the field that it stands for
     spellings: ClassVar[Mapping[str, str]] = {}
 
@@ -46,6 +44,12 @@ class CacheOptions:
                     f"{', '.join(fields)}, layers.{registry.closest(key, [*fields, *cls.spellings, 'layers'])}"
                 )
         return cls(**translated)
+
+    @classmethod
+    def merge(cls, base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """A user's options, those of ``own`` in place of the same ones in ``base``, however each is spelt."""
+        named = {cls.spellings.get(key, key) for key in own}
+        return {**{key: value for key, value in base.items() if cls.spellings.get(key, key) not in named}, **own}
 
 
 def check_choice(option: str, value: object, choices: tuple[Any, ...]) -> None:
