@@ -45,10 +45,6 @@ class Int8Layer(KVLayer):
         """Replace the batch by the rows of these indices."""
         self.stored = tuple(part[rows.to(part.device)] for part in self.stored)
 
-    def move(self, device):
-        """Move what is stored to a device."""
-        self.stored = tuple(part.to(device) for part in self.stored)
-
     def reset(self):
         """Forget all tokens."""
         self.stored = ()
