@@ -139,6 +139,12 @@ def test_new_plugin_needs_no_edit(with_keep):
     assert "| [`keep`](/plugins/keep.md) | a third of it |" in plugin_pages.caches()
 
 
+def test_plugin_of_another_repository_has_its_readme():
+    page = plugin_pages.page(registry.Plugin("other", "packaging", "1.0", "ValueError: no", ()))
+    assert "Reusable core utilities" in page
+    assert "This plugin could not be loaded: ValueError: no" in page
+
+
 def test_every_option_of_an_installed_cache_is_shown():
     specs = registry.manager().specs(hfkv.CacheSpec)
     assert specs

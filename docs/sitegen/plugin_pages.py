@@ -121,7 +121,7 @@ def _readme(plugin: Plugin) -> str:
     ours = ROOT / "plugins" / plugin.distribution / "README.md"
     if ours.is_file():
         return ours.read_text(encoding="utf-8").strip()
-    description = importlib.metadata.metadata(plugin.distribution).get_payload()
+    description = importlib.metadata.metadata(plugin.distribution).json.get("description")
     return str(description or f"# {plugin.distribution}").strip()
 
 
