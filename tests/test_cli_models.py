@@ -6,6 +6,8 @@ import hashlib
 import http.server
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -263,37 +265,92 @@ def find(name: str, tmp_path: Path, **variables: str) -> dict:
 
 
 @pytest.fixture
-def hub():
-    """A server that answers as the Hub does for a repository that exists, and with 404 for others."""
+def hub(model_folder, tmp_path):
+    """A server that answers as the Hub does for one repository, and with 404 for others; notes what is downloaded."""
+    commit = "a" * 40
+    content = tmp_path / "repository"
+    shutil.copytree(model_folder, content)
+    # the same weights for another program, as many repositories have them
+    (content / "onnx").mkdir()
+    (content / "onnx" / "model.safetensors").write_bytes(b"not for us")
+    (content / "README.md").write_text("# the model")
+    files = {path.relative_to(content).as_posix(): path for path in content.rglob("*") if path.is_file()}
+    siblings = [{"rfilename": name} for name in files]
+    about = {"id": models.DEFAULT, "modelId": models.DEFAULT, "sha": commit, "siblings": siblings, "private": False}
+
+    tree = [
+        {"type": "file", "path": name, "size": path.stat().st_size, "oid": hashlib.sha1(path.read_bytes()).hexdigest()}
+        for name, path in files.items()
+    ]
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer()
+
         def do_GET(self) -> None:
-            known = self.path.startswith(f"/api/models/{models.DEFAULT}")
-            body = json.dumps({"id": models.DEFAULT, "siblings": []} if known else {"error": "not found"}).encode()
-            self.send_response(200 if known else 404)
-            if not known:
-                self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
+            self.wfile.write(self.answer())
+
+        def answer(self) -> bytes:
+            """Send the headers; return the body."""
+            path = self.path.partition("?")[0]
+            name = re.sub(rf"^/{models.DEFAULT}/resolve/(main|{commit})/", "", path)
+            status, kind, body, headers = 404, "application/json", b"{}", {"X-Error-Code": "RepoNotFound"}
+            if path.startswith(f"/api/models/{models.DEFAULT}/tree/"):
+                status, body, headers = 200, json.dumps(tree).encode(), {}
+            elif path.startswith(f"/api/models/{models.DEFAULT}"):
+                status, body, headers = 200, json.dumps(about).encode(), {}
+            elif name in files:
+                status, kind, body = 200, "application/octet-stream", files[name].read_bytes()
+                headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": commit}
+                if self.command == "GET":
+                    server.downloads.append(name)
+            elif path.startswith(f"/{models.DEFAULT}/"):
+                headers = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
+            self.send_response(status)
+            for key, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+                self.send_header(key, value)
             self.end_headers()
-            self.wfile.write(body)
+            return body
 
         def log_message(self, *arguments: object) -> None:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.downloads = []
+    server.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
+    yield server
     server.shutdown()
 
 
 def test_hub_that_answers_is_used(hub, tmp_path):
-    found = find(models.DEFAULT, tmp_path, HF_ENDPOINT=hub)
+    found = find(models.DEFAULT, tmp_path, HF_ENDPOINT=hub.url)
     assert (found["path"], found["packaged"], found["online"]) == (models.DEFAULT, None, True)
 
 
+def test_download_brings_what_loading_needs_and_no_more(hub, tmp_path, model_folder):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, "no_proxy": "127.0.0.1"}
+    script = "from hfkv.cli import models; models.download(models.find(models.DEFAULT))"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    downloaded = list(hub.downloads)
+    assert sorted(downloaded) == sorted(path.name for path in model_folder.iterdir())
+    script = (
+        "from hfkv.cli import models; model, tokenizer = models.load_model(models.DEFAULT);"
+        "print(repr(float(model.lm_head.weight.detach().sum())), tokenizer('a b').input_ids)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    expected = AutoModelForCausalLM.from_pretrained(model_folder).lm_head.weight.detach().sum()
+    ids = AutoTokenizer.from_pretrained(model_folder)("a b").input_ids
+    assert done.stdout == f"{float(expected)!r} {ids}\n"
+    # loading found all that it needs
+    assert hub.downloads == downloaded
+
+
 def test_offline_mode_uses_the_package(hub, tmp_path):
-    found = find(models.DEFAULT, tmp_path, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
+    found = find(models.DEFAULT, tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
     assert (found["packaged"], found["online"]) == ("smollm2", False)
 
 
@@ -329,6 +386,6 @@ def test_folder_never_asks_the_hub(tmp_path):
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "./no-such-folder"])
 def test_unknown_model_says_what_can_be_named(name, hub, tmp_path):
-    found = find(name, tmp_path, HF_ENDPOINT=hub)
+    found = find(name, tmp_path, HF_ENDPOINT=hub.url)
     assert repr(name) in found["error"]
     assert "'smollm2'" in found["error"]
