@@ -1,8 +1,7 @@
-"""How kernels read packed blocks: bytes to codes, codes to numbers that a matrix product takes.
+"""How kernels read packed blocks: bytes to codes, codes to numbers.
 
-What is a number here is centred: a uniform grid's code minus half the number of codes, so that the part of a score
-that is rounded with the operands is the variation of the keys and not their mean; `load_scales` gives the offset that
-belongs to it.
+A code becomes a float without a conversion, which is slow on GPUs: it is put into the mantissa of a float whose last bits
+count in ones. What that float has in excess, `EXCESS`, is taken away with the group's offset.
 """
 
 from __future__ import annotations
@@ -12,58 +11,75 @@ import triton.language as tl
 
 
 @triton.jit
-def groups_and_elements(tokens, channels, CHANNEL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Which group of its block holds a number, and where in the group it is; tokens count from the block's first."""
-    if CHANNEL:
-        groups = channels
-        elements = tokens
-    else:
-        groups = (channels // GROUP) * BLOCK + tokens
-        elements = channels % GROUP
-    return groups, elements
+def excess(NBITS: tl.constexpr, BOOK: tl.constexpr):
+    """What `levels` adds to each code."""
+    return 128.0 if NBITS < 8 and not BOOK else 0.0
 
 
 @triton.jit
-def load_codes(codes, groups, elements, real, NBITS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes of the elements of groups, uint8; ``codes`` points to the block, and what is not real is 0."""
-    row = codes + groups * (GROUP * NBITS // 8)
+def levels(codes, book, NBITS: tl.constexpr, BOOK: tl.constexpr):
+    """Codes (int32) as float32 numbers, `excess` too large."""
+    if BOOK:
+        result = tl.load(book + codes)
+    elif NBITS < 8:
+        # 128 + code, exactly; small enough that `excess` times the scale is a precise number too
+        result = ((codes << 16) | 0x43000000).to(tl.float32, bitcast=True)
+    else:
+        result = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return result
+
+
+@triton.jit
+def load_scales(scale, offset, places, real, NBITS: tl.constexpr, BOOK: tl.constexpr):
+    """Scale and offset in float32, such that ``levels * scale + offset`` is the number."""
+    factor = tl.load(scale + places, mask=real, other=0.0).to(tl.float32)
+    shift = tl.load(offset + places, mask=real, other=0.0).to(tl.float32)
+    return factor, shift - factor * excess(NBITS, BOOK)
+
+
+@triton.jit
+def load_codes(row, elements, real, NBITS: tl.constexpr, GROUP: tl.constexpr):
+    """Codes of single elements, int32: for every format, a byte for each; ``row`` points to bytes of the groups."""
     if NBITS == 3:
         # the plane of the low two bits, then that of the high ones
         LOW: tl.constexpr = GROUP // 4
-        low = tl.load(row + elements % LOW, mask=real, other=0)
-        high = tl.load(row + LOW + elements // 8, mask=real, other=0)
-        low = (low >> (elements // LOW * 2).to(tl.uint8)) & 3
-        high = (high >> (elements % 8).to(tl.uint8)) & 1
-        result = low | (high << 2)
+        low = tl.load(row + elements % LOW, mask=real, other=0).to(tl.int32)
+        high = tl.load(row + LOW + elements // 8, mask=real, other=0).to(tl.int32)
+        result = ((low >> (elements // LOW * 2)) & 3) | (((high >> (elements % 8)) & 1) << 2)
     elif NBITS == 8:
-        result = tl.load(row + elements, mask=real, other=0)
+        result = tl.load(row + elements, mask=real, other=0).to(tl.int32)
     else:
         BYTES: tl.constexpr = GROUP * NBITS // 8
-        packed = tl.load(row + elements % BYTES, mask=real, other=0)
-        result = (packed >> (elements // BYTES * NBITS).to(tl.uint8)) & (2**NBITS - 1)
+        packed = tl.load(row + elements % BYTES, mask=real, other=0).to(tl.int32)
+        result = (packed >> (elements // BYTES * NBITS)) & (2**NBITS - 1)
     return result
 
 
 @triton.jit
-def levels(codes, book, NBITS: tl.constexpr, BOOK: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes as centred numbers, exact in ``DTYPE`` (float32 or bfloat16; a codebook's levels are rounded to it)."""
-    if BOOK:
-        result = tl.load(book + codes).to(DTYPE)
-    elif DTYPE == tl.bfloat16 and NBITS < 8:
-        # the last seven bits of a bfloat16 between 128 and 256 count in ones: no conversion, which is slow on GPUs
-        result = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128 + 2 ** (NBITS - 1))
-    else:
-        # so do the last 23 bits of a float32 between 2**23 and 2**24
-        result = (codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + 2 ** (NBITS - 1))
-        result = result.to(DTYPE)
-    return result
+def word_element(position, word, NBITS: tl.constexpr, GROUP: tl.constexpr):
+    """Which element of its group is the one at a position, from the lowest bits up, in the group's 32-bit word."""
+    # of three bits the low plane
+    WIDTH: tl.constexpr = 2 if NBITS == 3 else NBITS
+    BYTES: tl.constexpr = GROUP * WIDTH // 8
+    PER_BYTE: tl.constexpr = 8 // WIDTH
+    return position % PER_BYTE * BYTES + word * 4 + position // PER_BYTE
 
 
 @triton.jit
-def load_scales(scale, offset, groups, real, NBITS: tl.constexpr, BOOK: tl.constexpr):
-    """Scale and offset of groups in float32, the offset such that ``levels * scale + offset`` is the number."""
-    factor = tl.load(scale + groups, mask=real, other=0.0).to(tl.float32)
-    shift = tl.load(offset + groups, mask=real, other=0.0).to(tl.float32)
-    if not BOOK:
-        shift += factor * 2 ** (NBITS - 1)
-    return factor, shift
+def load_words(codes, rows, words, real, NBITS: tl.constexpr, GROUP: tl.constexpr):
+    """Codes of whole 32-bit words, int32 ``[rows, positions, words]``: every byte is loaded once.
+
+    ``codes`` points to 32-bit words; ``rows`` and ``words`` give a tile's groups and the word in each. Three bits in groups of
+    32 only: the high plane then is one word.
+    """
+    WIDTH: tl.constexpr = 2 if NBITS == 3 else NBITS
+    POSITIONS: tl.constexpr = 32 // WIDTH
+    position = tl.arange(0, POSITIONS)[None, :, None]
+    row = codes + rows * (GROUP * NBITS // 32)
+    packed = tl.load(row + words, mask=real, other=0)
+    result = (packed[:, None, :] >> (position * WIDTH)) & (2**WIDTH - 1)
+    if NBITS == 3:
+        high = tl.load(row + GROUP // 16 + words * 0, mask=real, other=0)
+        element = word_element(position, words[:, None, :], NBITS, GROUP)
+        result |= ((high[:, None, :] >> element) & 1) << 2
+    return result

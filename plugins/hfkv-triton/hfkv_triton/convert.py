@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import groups_and_elements, levels, load_codes, load_scales
+from .codes import levels, load_codes, load_scales
 
 
 @triton.jit
@@ -13,7 +13,7 @@ def load_elements(
     states, groups, elements, block, states_token, states_channel, real,
     CHANNEL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Elements of groups in float32, the inverse of `groups_and_elements`."""
+    """Elements of groups in float32."""
     if CHANNEL:
         tokens = elements
         channels = groups
@@ -123,10 +123,15 @@ def unpack(
     tokens = (program % TILES).to(tl.int32) * TOKENS + tl.arange(0, TOKENS)
     channels = tl.arange(0, PAD)
     real = (tokens < BLOCK)[:, None] & (channels < DIM)[None, :]
-    groups, elements = groups_and_elements(tokens[:, None], channels[None, :], CHANNEL, GROUP, BLOCK)
-    codes += batch * codes_batch + head * codes_head + block * codes_block
-    place = batch * scale_batch + head * scale_head + block * scale_block
-    numbers = levels(load_codes(codes, groups, elements, real, NBITS, GROUP), book, NBITS, BOOK, tl.float32)
-    factor, shift = load_scales(scale + place, offset + place, groups, real, NBITS, BOOK)
+    if CHANNEL:
+        groups = channels[None, :]
+        elements = tokens[:, None]
+    else:
+        groups = channels[None, :] // GROUP * BLOCK + tokens[:, None]
+        elements = channels[None, :] % GROUP
+    row = codes + batch * codes_batch + head * codes_head + block * codes_block + groups * (GROUP * NBITS // 8)
+    places = batch * scale_batch + head * scale_head + block * scale_block + groups
+    numbers = levels(load_codes(row, elements, real, NBITS, GROUP), book, NBITS, BOOK)
+    factor, shift = load_scales(scale, offset, places, real, NBITS, BOOK)
     target = states + (plane * blocks + block) * BLOCK * DIM
     tl.store(target + tokens[:, None] * DIM + channels[None, :], numbers * factor + shift, mask=real)

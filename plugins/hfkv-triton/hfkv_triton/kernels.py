@@ -25,13 +25,10 @@ INTERPRETED = not isinstance(attend.attend, triton.JITFunction)
 INTERPRETED_PROCESSORS = 4
 # programs for each processor, so that one waits for memory while others work
 PROGRAMS_PER_PROCESSOR = 4
-# units of a share: fewer would not be worth the merge
-LEAST_UNITS = 4
-# rows of the padded matrix products up to which folding scales into them costs less than applying them to the codes
-FOLDED_ROWS = 32
-# (rows, warps, stages) of an unfolded tile, by padded channels; the largest keeps its sums in registers too
-TILES = {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2), 512: (16, 4, 2)}
-FOLDED_WARPS = {64: 2, 128: 4, 256: 4, 512: 8}
+# tiles of a share: fewer would not be worth the merge
+LEAST_TILES = 2
+# (rows, tokens, warps, stages) of a tile, by padded channels; sums and numbers are in registers
+TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (16, 32, 8, 2)}
 
 
 class TritonKernels:
@@ -88,7 +85,7 @@ class TritonKernels:
         batch, heads = blocks.codes.shape[:2]
         device = blocks.codes.device
         states = torch.empty(batch, heads, blocks.length, format.head_dim, dtype=dtype, device=device)
-        tokens, pad = _token_tile(format), _channel_tile(format)
+        tokens, pad = min(64, triton.next_power_of_2(format.block_length)), _channel_tile(format)
         programs = batch * heads * blocks.count * triton.cdiv(format.block_length, tokens)
         if programs:
             with _on(device):
@@ -109,50 +106,49 @@ class TritonKernels:
         device, kv_heads = query.device, view.exact_keys.shape[1]
         keys, values = _whole_groups(view.keys), _whole_groups(view.values)
         plan = _plan(keys.format, values.format, heads // kv_heads, queries, query.dtype)
-        units = keys.count * triton.cdiv(plan["BLOCK"], plan["TOKENS"])
-        units += triton.cdiv(view.exact_keys.shape[2], plan["TOKENS"])
-        row_tiles = triton.cdiv(heads // kv_heads * queries * plan["RUNS"], plan["ROWS"])
-        splits = self._splits(row_tiles * batch * kv_heads, units, device)
-        share = triton.cdiv(units, splits)
-        splits = triton.cdiv(units, share)
+        row_tiles = triton.cdiv(heads // kv_heads * queries, plan["ROWS"])
+        packed_tiles = triton.cdiv(keys.length, plan["TOKENS"])
+        exact_tiles = triton.cdiv(view.exact_keys.shape[2], plan["TOKENS"])
+        share = self._share(row_tiles * batch * kv_heads, packed_tiles + exact_tiles, device)
+        packed_splits, exact_splits = triton.cdiv(packed_tiles, share), triton.cdiv(exact_tiles, share)
+        splits = packed_splits + exact_splits
 
         # as the caller wants it in the end: [batch, queries, heads, channels] is contiguous
         output = query.new_empty(batch, queries, heads, values.format.head_dim).transpose(1, 2)
         lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
-        parts, part_lse = output.unsqueeze(0), lse.unsqueeze(0)
-        if splits > 1:
-            parts = torch.empty(splits, *output.shape, dtype=torch.float32, device=device)
-            part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=device)
+        parts = torch.empty(splits, *output.shape, dtype=torch.float32, device=device)
+        part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=device)
         mask_kind, mask_strides = 0, (0, 0, 0, 0)
         if mask is not None:
             mask_kind = 1 if mask.dtype == torch.bool else 2
             mask = mask.expand(batch, heads, queries, -1)
             mask_strides = mask.stride()
             mask = mask.view(torch.uint8) if mask_kind == 1 else mask
+        key_codes, value_codes = _readable(keys, plan["KEY_WORDS"]), _readable(values, plan["VALUE_WORDS"])
         with _on(device):
             attend.attend[(row_tiles, batch * kv_heads, splits)](
                 parts, part_lse, query, view.exact_keys, view.exact_values, lse if mask is None else mask,
-                keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset,
+                key_codes, keys.scale, keys.offset, value_codes, values.scale, values.offset,
                 _book(keys.format, device), _book(values.format, device),
                 *parts.stride(), part_lse.stride(0), *query.stride(),
                 *view.exact_keys.stride(), *view.exact_values.stride(),
-                *keys.codes.stride()[:3], *keys.scale.stride()[:3],
-                *values.codes.stride()[:3], *values.scale.stride()[:3], *mask_strides,
-                scale, kv_heads, queries, keys.count, view.exact_keys.shape[2], view.sink, units, share,
+                *key_codes.stride()[:3], *keys.scale.stride()[:3],
+                *value_codes.stride()[:3], *values.scale.stride()[:3], *mask_strides,
+                scale, kv_heads, queries, keys.count, view.exact_keys.shape[2], view.sink, packed_splits, share,
                 MASK=mask_kind, CAUSAL=causal and mask is None and queries > 1, **plan,
             )  # fmt: skip
-            if splits > 1:
-                attend.merge[(batch * heads * queries,)](
-                    output, lse, parts, part_lse, *output.stride(), parts.stride(0), part_lse.stride(0),
-                    heads, queries, splits,
-                    VALUE_DIM=values.format.head_dim, VALUE_PAD=plan["VALUE_PAD"], SPLITS=16,
-                )  # fmt: skip
+            attend.merge[(batch * heads * queries,)](
+                output, lse, parts, part_lse, *output.stride(), parts.stride(0), part_lse.stride(0),
+                heads, queries, splits,
+                DIM=values.format.head_dim, PAD=_channel_tile(values.format), SPLITS=16,
+            )  # fmt: skip
         return output, lse
 
-    def _splits(self, programs: int, units: int, device: torch.device) -> int:
+    def _share(self, programs: int, tiles: int, device: torch.device) -> int:
+        """Tiles of a program, so that every processor has some."""
         processors = self._processors or _processors(device)
         wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
-        return max(1, min(wanted, units // LEAST_UNITS))
+        return max(LEAST_TILES, triton.cdiv(tiles, wanted))
 
 
 @functools.cache
@@ -182,26 +178,26 @@ def _processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _plan(keys: PackedFormat, values: PackedFormat, share: int, queries: int, dtype: torch.dtype) -> dict[str, Any]:
+def _plan(keys: PackedFormat, values: PackedFormat, shared: int, queries: int, dtype: torch.dtype) -> dict[str, Any]:
     """The compile-time arguments of `attend`."""
     key_pad, value_pad = _channel_tile(keys), _channel_tile(values)
-    widest = max(64, key_pad, value_pad)
-    rows = share * queries
-    fold = keys.axis == "channel" and values.axis == "token" and rows * values.channel_groups <= FOLDED_ROWS
-    runs = values.channel_groups if fold else 1
-    most, warps, stages = TILES[widest]
-    if fold:
-        most, warps, stages = FOLDED_ROWS, FOLDED_WARPS[widest], 3
+    rows, tokens, warps, stages = TILES[max(64, key_pad, value_pad)]
     operands, precision = _operands(dtype)
+    key_words = keys.axis == "channel" and _in_words(keys)
+    value_words = values.axis == "token" and _in_words(values)
+    if value_words:
+        # whole words, which may be more than the channels that a power of two holds
+        positions = _codes_per_word(values)
+        value_pad = positions * triton.next_power_of_2(values.channel_groups * values.group // positions)
     return {
-        "SHARE": share,
+        "SHARED": shared,
         "BLOCK": keys.block_length,
-        "FOLD": fold,
-        "RUNS": runs,
-        "ROWS": min(most, max(16, triton.next_power_of_2(rows * runs))),
-        "TOKENS": _token_tile(keys),
+        "ROWS": min(rows, max(16, triton.next_power_of_2(shared * queries))),
+        "TOKENS": tokens,
         "KEY_PAD": key_pad,
-        "VALUE_PAD": value_pad,
+        "KEY_WORDS": key_words,
+        "VALUE_PAD": max(16, value_pad),
+        "VALUE_WORDS": value_words,
         "DTYPE": operands,
         "PRECISION": precision,
         "num_warps": warps,
@@ -221,6 +217,22 @@ def _format_arguments(name: str, format: PackedFormat) -> dict[str, Any]:
     }
 
 
+def _codes_per_word(format: PackedFormat) -> int:
+    """Codes that a 32-bit word holds; of three bits, the plane of the low two."""
+    return 32 // (2 if format.nbits == 3 else format.nbits)
+
+
+def _in_words(format: PackedFormat) -> bool:
+    """Whether every group is whole 32-bit words; of three bits, only where the high plane is one word."""
+    if format.nbits == 3:
+        return format.group == 32
+    return format.group % _codes_per_word(format) == 0
+
+
+def _readable(blocks: PackedBlocks, words: bool) -> torch.Tensor:
+    return blocks.codes.view(torch.int32) if words else blocks.codes
+
+
 def _operands(dtype: torch.dtype) -> tuple[Any, str]:
     """The dtype of matrix operands, and how exactly they are multiplied.
 
@@ -233,11 +245,6 @@ def _operands(dtype: torch.dtype) -> tuple[Any, str]:
     if torch.version.hip is not None or torch.version.cuda is None:
         return triton.language.float32, "ieee"
     return triton.language.float32, "tf32" if dtype == torch.float16 else "tf32x3"
-
-
-def _token_tile(format: PackedFormat) -> int:
-    """Tokens of a tile: a block, or parts of a long one; matrix products take no fewer than 16."""
-    return min(64, max(16, triton.next_power_of_2(format.block_length)))
 
 
 def _channel_tile(format: PackedFormat) -> int:
