@@ -33,7 +33,7 @@ format: $(VENV)/.lint
 	$(python) -m ruff format .
 
 docs: $(VENV)/.docs
-	$(python) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
