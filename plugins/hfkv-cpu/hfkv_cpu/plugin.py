@@ -7,6 +7,7 @@ import hfkv
 
 @hfkv.hookimpl
 def hfkv_kernels() -> Iterator[hfkv.KernelSpec]:
+    """The kernels "cpu"."""
     yield hfkv.KernelSpec(
         name="cpu",
         summary="C++ with AVX-512, AVX2 or portable vectors, on torch's threads, split over the context",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkv.cache import KVQuantizer, KVView, PackedBlocks, PackedFormat, PackedStore, round_to_grid
+from hfkv.cache.packed import Axis
 from hfkv.kernels import REFERENCE
+
 from . import _kernels
 
 WIDTHS = (2, 3, 4, 8)
@@ -21,7 +25,8 @@ class RoundToNearest(KVQuantizer):
 
     name = "rtn"
 
-    def quantize(self, groups, nbits):
+    def quantize(self, groups: torch.Tensor, nbits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, scale and offset of each group."""
         low, high = groups.aminmax(dim=-1)
         return round_to_grid(groups, (high - low) / (2**nbits - 1), low, nbits)
 
@@ -31,10 +36,11 @@ class Nearest(KVQuantizer):
 
     name = "book"
 
-    def __init__(self, levels):
+    def __init__(self, levels: tuple[float, ...]) -> None:
         self.levels = torch.tensor(levels)
 
-    def quantize(self, groups, nbits):
+    def quantize(self, groups: torch.Tensor, nbits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes of the nearest levels, times the largest absolute value."""
         scale = groups.abs().amax(-1).half()
         codes = (groups.unsqueeze(-1) / scale.float()[..., None, None] - self.levels).abs().argmin(-1)
         return codes.to(torch.uint8), scale, torch.zeros_like(scale)
@@ -55,30 +61,30 @@ def make_blocks(states: torch.Tensor, format: PackedFormat, grown: bool = False)
 
 def make_view(
     *,
-    batch=1,
-    kv_heads=2,
-    head_dim=128,
-    value_head_dim=None,
-    key_nbits=4,
-    value_nbits=4,
-    group_size=32,
-    blocks=11,
-    exact=37,
-    sink=4,
-    key_axis="channel",
-    value_axis="token",
-    codebook=None,
-    dtype=torch.float32,
-    grown=False,
-    strided=False,
-    outliers=0.0,
-    constant=False,
+    batch: int = 1,
+    kv_heads: int = 2,
+    head_dim: int = 128,
+    value_head_dim: int | None = None,
+    key_nbits: int = 4,
+    value_nbits: int = 4,
+    group_size: int = 32,
+    blocks: int = 11,
+    exact: int = 37,
+    sink: int = 4,
+    key_axis: Axis = "channel",
+    value_axis: Axis = "token",
+    codebook: tuple[float, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
+    grown: bool = False,
+    strided: bool = False,
+    outliers: float = 0.0,
+    constant: bool = False,
 ) -> KVView:
     """A view of random keys and values; ``exact`` counts the residual, the sink comes on top."""
     generator = torch.Generator().manual_seed(0)
     value_head_dim = value_head_dim or head_dim
 
-    def states(tokens, channels):
+    def states(tokens: int, channels: int) -> torch.Tensor:
         shape = (batch, tokens, kv_heads, channels) if strided else (batch, kv_heads, tokens, channels)
         result = torch.randn(shape, generator=generator)
         return result.transpose(1, 2) if strided else result
@@ -87,7 +93,7 @@ def make_view(
         PackedFormat(key_nbits, key_axis, group_size, head_dim, codebook),
         PackedFormat(value_nbits, value_axis, group_size, value_head_dim, codebook),
     )
-    packed = []
+    packed: list[PackedBlocks] = []
     for format in formats:
         tokens = states(blocks * format.block_length, format.head_dim)
         # a level of its own for each channel, as keys have it
@@ -101,12 +107,13 @@ def make_view(
         states(sink + exact, head_dim).to(dtype),
         states(sink + exact, value_head_dim).to(dtype),
         sink,
-        *packed,
+        packed[0],
+        packed[1],
     )
 
 
 class _Poison(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if "empty" in func.__name__:
             result.view(torch.uint8).fill_(255) if result.dtype == torch.uint8 else result.fill_(torch.nan)
@@ -114,7 +121,7 @@ class _Poison(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def poisoned():
+def poisoned() -> Iterator[None]:
     """Fill what ``torch.empty`` and its relatives return with NaN (255 for bytes)."""
     with _Poison():
         yield

@@ -141,7 +141,7 @@ def test_rows_that_attend_to_nothing(isa, threads, additive):
     assert (lse[1, :, 1] == -torch.inf).all()
 
 
-class with_threads:  # noqa: N801
+class with_threads:
     def __init__(self, threads):
         self.threads = threads
 
