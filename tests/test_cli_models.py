@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hfkv.cli import models
 
 DISTRIBUTION = "tiny-llama-gguf"
-HIDDEN, LAYERS, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY = 32, 2, 4, 2, 64, 260
+HIDDEN, LAYERS, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY = 32, 2, 4, 2, 64, 261
 
 
 def byte_tokens() -> list[str]:
@@ -48,8 +48,8 @@ def write_gguf(path: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCABULARY)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *byte_tokens(), "ab"])
-    writer.add_token_merges(["a b"])
+    writer.add_token_list(["<unk>", "<s>", "</s>", *byte_tokens(), "ab", "cd"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -85,15 +85,16 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 def _notes(report: dict[str, Any]) -> list[str]:
     notes = [
-        "tokens/s: after the first token; one warm-up call of each is not counted.",
+        "tokens/s: after the first token. One warm-up call of each is not counted.",
         "stored: keys and values at the end. ratio: plain's bytes to this cache's.",
     ]
     if report["quality"]:
         notes.append(
-            "KL, same top 1: against plain, decoding {tokens} given tokens in chunks of {chunk}\n"
-            "after a prefill of {prefill:,}.".format(**report["quality"])
+            "KL, same top 1: to plain, decoding {tokens} given tokens after {prefill:,}, {chunk} at a time.".format(
+                **report["quality"]
+            )
         )
     kernels = ", ".join(dict.fromkeys(item["kernel"] for item in report["caches"] if item["kernel"]))
     if kernels:
-        notes.append(f"packed keys and values are read by the kernel {kernels}; see hfkv list --kernels.")
+        notes.append(f"The kernel that reads what is packed: {kernels} (hfkv list --kernels).")
     return notes
