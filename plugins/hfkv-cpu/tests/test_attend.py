@@ -13,8 +13,14 @@ from hfkv_cpu.testing import FINITE, ISAS, WIDTHS, make_view, poisoned
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 
 
-def check(view, query, mask=None, *, causal=False, isa=None, scale=None):
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def check(view, query, mask=None, *, causal=False, isa=None, scale=None, tolerance=None):
     """Run both, with fresh allocations poisoned by NaN, and compare outputs and log-sum-exps."""
+    tolerance = tolerance or TOLERANCE[query.dtype]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     with poisoned():
         output, lse = CpuKernels(isa).attend(query, view, mask, scale, causal)
@@ -22,11 +28,11 @@ def check(view, query, mask=None, *, causal=False, isa=None, scale=None):
     assert output.dtype == query.dtype
     assert output.shape == expected.shape
     error = (output.float() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error < TOLERANCE[query.dtype], error
+    assert error < tolerance, error
     # a dtype narrower than float32 rounds each number by itself
     worst = (output.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
-    assert worst < TOLERANCE[query.dtype], worst
-    torch.testing.assert_close(lse, expected_lse, rtol=TOLERANCE[query.dtype], atol=TOLERANCE[query.dtype])
+    assert worst < tolerance, worst
+    torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
     return output, lse
 
 
@@ -163,7 +169,7 @@ def test_context_is_split_over_threads(isa, threads, kv_heads):
 
 
 def test_threads_give_one_result():
-    """Batch invariance of a sort: who does the work changes the order of sums, within their rounding."""
+    """Who does the work changes the order of sums, and nothing else."""
     view = make_view(kv_heads=1, head_dim=64, blocks=70)
     query = torch.randn(1, 4, 1, 64)
     results = []
@@ -197,7 +203,9 @@ def test_outlier_channels(isa, dtype):
 def test_large_scores(isa, dtype, queries):
     """Scores of several hundred: only the largest ones matter, and nothing overflows."""
     view = make_view(head_dim=64, dtype=dtype)
-    check(view, (torch.randn(1, 4, queries, 64) * 4).to(dtype), scale=3.0, isa=isa)
+    # float32 rounds such scores by 1e-5, and a weight follows its score
+    tolerance = 1e-4 if dtype == torch.float32 else None
+    check(view, (torch.randn(1, 4, queries, 64) * 4).to(dtype), scale=3.0, isa=isa, tolerance=tolerance)
 
 
 def test_constant_blocks():

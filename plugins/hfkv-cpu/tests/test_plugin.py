@@ -55,8 +55,9 @@ def test_unknown_instruction_set_is_refused():
         CpuKernels("mmx")
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_environment_chooses_the_instruction_set(isa):
+def test_environment_chooses_the_instruction_set():
+    isa = ISAS[-1]
+    assert CpuKernels().isa == ISAS[0]
     code = "from hfkv_cpu.kernels import kernels; print(kernels.isa)"
     env = {**os.environ, "HFKV_CPU_ISA": isa}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
