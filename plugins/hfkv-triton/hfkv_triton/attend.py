@@ -58,8 +58,8 @@ def token_order(tile, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NBITS: tl.const
         COUNT: tl.constexpr = TOKENS // POSITIONS
         PER_GROUP: tl.constexpr = BLOCK // POSITIONS
         word = tile * COUNT + tl.arange(0, COUNT)
-        element = word_element(tl.arange(0, POSITIONS)[:, None], (word % PER_GROUP)[None, :], NBITS, BLOCK)
-        tokens = tl.reshape((word // PER_GROUP * BLOCK)[None, :] + element, [TOKENS])
+        element = word_element(tl.arange(0, POSITIONS)[None, :], (word % PER_GROUP)[:, None], NBITS, BLOCK)
+        tokens = tl.reshape((word // PER_GROUP * BLOCK)[:, None] + element, [TOKENS])
     else:
         tokens = tile * TOKENS + tl.arange(0, TOKENS)
     return tokens
@@ -72,8 +72,8 @@ def channel_order(PAD: tl.constexpr, NBITS: tl.constexpr, GROUP: tl.constexpr, W
         POSITIONS: tl.constexpr = 16 if NBITS == 3 else 32 // NBITS
         PER_GROUP: tl.constexpr = GROUP // POSITIONS
         word = tl.arange(0, PAD // POSITIONS)
-        element = word_element(tl.arange(0, POSITIONS)[:, None], (word % PER_GROUP)[None, :], NBITS, GROUP)
-        channels = tl.reshape((word // PER_GROUP * GROUP)[None, :] + element, [PAD])
+        element = word_element(tl.arange(0, POSITIONS)[None, :], (word % PER_GROUP)[:, None], NBITS, GROUP)
+        channels = tl.reshape((word // PER_GROUP * GROUP)[:, None] + element, [PAD])
     else:
         channels = tl.arange(0, PAD)
     return channels
@@ -83,9 +83,9 @@ def channel_order(PAD: tl.constexpr, NBITS: tl.constexpr, GROUP: tl.constexpr, W
 def key_tile(
     codes, scale, offset, book, codes_block, scale_block, tile, tokens, blocks,
     DIM: tl.constexpr, PAD: tl.constexpr, NBITS: tl.constexpr, CHANNEL: tl.constexpr, GROUP: tl.constexpr,
-    BOOK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    BOOK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantized keys ``[channels, tokens]``, float32, the tokens as `token_order` says; 0 where there are none."""
+    """Dequantized keys ``[channels, tokens]``, the tokens as `token_order` says; 0 where there are none."""
     channels = tl.arange(0, PAD)[:, None]
     if WORDS:
         POSITIONS: tl.constexpr = 16 if NBITS == 3 else 32 // NBITS
@@ -94,11 +94,10 @@ def key_tile(
         word = (tile * COUNT + tl.arange(0, COUNT))[None, :]
         block = (word // PER_GROUP).to(tl.int64)
         real = (channels < DIM) & (block < blocks)
-        numbers = load_words(codes + block * codes_block, channels, word % PER_GROUP, real, NBITS, GROUP)
-        places = block * scale_block + channels
-        factor, shift = load_scales(scale, offset, places, real, NBITS, BOOK)
-        numbers = levels(numbers, book, NBITS, BOOK) * factor[:, None, :] + shift[:, None, :]
-        result = tl.reshape(numbers, [PAD, TOKENS])
+        result = load_words(
+            codes + block * codes_block, scale, offset, book, channels, block * scale_block + channels,
+            word % PER_GROUP, real, PAD, TOKENS, NBITS, GROUP, BOOK, DTYPE,
+        )  # fmt: skip
     else:
         block = (tokens // BLOCK).to(tl.int64)[None, :]
         token = (tokens % BLOCK)[None, :]
@@ -112,7 +111,7 @@ def key_tile(
         row = codes + block * codes_block + groups * (GROUP * NBITS // 8)
         numbers = levels(load_codes(row, elements, real, NBITS, GROUP), book, NBITS, BOOK)
         factor, shift = load_scales(scale, offset, block * scale_block + groups, real, NBITS, BOOK)
-        result = numbers * factor + shift
+        result = (numbers * factor + shift).to(DTYPE)
     return result
 
 
@@ -120,9 +119,9 @@ def key_tile(
 def value_tile(
     codes, scale, offset, book, codes_block, scale_block, tokens, blocks,
     DIM: tl.constexpr, PAD: tl.constexpr, NBITS: tl.constexpr, CHANNEL: tl.constexpr, GROUP: tl.constexpr,
-    BOOK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    BOOK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantized values ``[tokens, channels]``, float32, the channels as `channel_order` says."""
+    """Dequantized values ``[tokens, channels]``, the channels as `channel_order` says."""
     block = (tokens // BLOCK).to(tl.int64)[:, None]
     token = (tokens % BLOCK)[:, None]
     if WORDS:
@@ -132,10 +131,10 @@ def value_tile(
         run = word // PER_GROUP
         real = (block < blocks) & (run * GROUP < DIM)
         groups = run * BLOCK + token
-        numbers = load_words(codes + block * codes_block, groups, word % PER_GROUP, real, NBITS, GROUP)
-        factor, shift = load_scales(scale, offset, block * scale_block + groups, real, NBITS, BOOK)
-        numbers = levels(numbers, book, NBITS, BOOK) * factor[:, None, :] + shift[:, None, :]
-        result = tl.reshape(numbers, [TOKENS, PAD])
+        result = load_words(
+            codes + block * codes_block, scale, offset, book, groups, block * scale_block + groups,
+            word % PER_GROUP, real, TOKENS, PAD, NBITS, GROUP, BOOK, DTYPE,
+        )  # fmt: skip
     else:
         channels = tl.arange(0, PAD)[None, :]
         real = (block < blocks) & (channels < DIM)
@@ -148,7 +147,7 @@ def value_tile(
         row = codes + block * codes_block + groups * (GROUP * NBITS // 8)
         numbers = levels(load_codes(row, elements, real, NBITS, GROUP), book, NBITS, BOOK)
         factor, shift = load_scales(scale, offset, block * scale_block + groups, real, NBITS, BOOK)
-        result = numbers * factor + shift
+        result = (numbers * factor + shift).to(DTYPE)
     return result
 
 
@@ -228,9 +227,9 @@ def attend(
             tokens = token_order(tile, TOKENS, BLOCK, KEY_BITS, KEY_WORDS)
             keys = key_tile(
                 key_codes, key_scale, key_offset, key_book, key_codes_block, key_scale_block, tile, tokens, blocks,
-                KEY_DIM, KEY_PAD, KEY_BITS, KEY_CHANNEL, KEY_GROUP, KEY_BOOK, KEY_WORDS, BLOCK, TOKENS,
+                KEY_DIM, KEY_PAD, KEY_BITS, KEY_CHANNEL, KEY_GROUP, KEY_BOOK, KEY_WORDS, BLOCK, TOKENS, DTYPE,
             )  # fmt: skip
-            scores = tl.dot(q, keys.to(DTYPE), input_precision=PRECISION) * softmax_scale
+            scores = tl.dot(q, keys, input_precision=PRECISION) * softmax_scale
             scores = masked(
                 scores, mask_rows, mask_column, sink + tokens, tokens < packed, last_visible, MASK, CAUSAL
             )
@@ -239,8 +238,9 @@ def attend(
             values = value_tile(
                 value_codes, value_scale, value_offset, value_book, value_codes_block, value_scale_block, tokens, blocks,
                 VALUE_DIM, VALUE_PAD, VALUE_BITS, VALUE_CHANNEL, VALUE_GROUP, VALUE_BOOK, VALUE_WORDS, BLOCK, TOKENS,
+                DTYPE,
             )  # fmt: skip
-            sums = tl.dot(weights.to(DTYPE), values.to(DTYPE), acc=sums * kept[:, None], input_precision=PRECISION)
+            sums = tl.dot(weights.to(DTYPE), values, acc=sums * kept[:, None], input_precision=PRECISION)
         channels = channel_order(VALUE_PAD, VALUE_BITS, VALUE_GROUP, VALUE_WORDS)
         store_share(
             output_rows, output_channel, lse_rows, channels, top, tl.sum(totals, 1), sums, row_real, VALUE_DIM

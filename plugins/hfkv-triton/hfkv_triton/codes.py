@@ -66,20 +66,60 @@ def word_element(position, word, NBITS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_words(codes, rows, words, real, NBITS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes of whole 32-bit words, int32 ``[rows, positions, words]``: every byte is loaded once.
-
-    ``codes`` points to 32-bit words; ``rows`` and ``words`` give a tile's groups and the word in each. Three bits in groups of
-    32 only: the high plane then is one word.
-    """
+def _number(packed, high, first, factor, shift, book, POSITION: tl.constexpr, FORMAT: tl.constexpr):
+    NBITS: tl.constexpr = FORMAT[0]
+    BOOK: tl.constexpr = FORMAT[2]
     WIDTH: tl.constexpr = 2 if NBITS == 3 else NBITS
-    POSITIONS: tl.constexpr = 32 // WIDTH
-    position = tl.arange(0, POSITIONS)[None, :, None]
-    row = codes + rows * (GROUP * NBITS // 32)
-    packed = tl.load(row + words, mask=real, other=0)
-    result = (packed[:, None, :] >> (position * WIDTH)) & (2**WIDTH - 1)
+    codes = (packed >> (POSITION * WIDTH)) & (2**WIDTH - 1)
     if NBITS == 3:
-        high = tl.load(row + GROUP // 16 + words * 0, mask=real, other=0)
-        element = word_element(position, words[:, None, :], NBITS, GROUP)
-        result |= ((high[:, None, :] >> element) & 1) << 2
-    return result
+        codes |= ((high >> (first + word_element(POSITION, 0, NBITS, FORMAT[1]))) & 1) << 2
+    return (levels(codes, book, NBITS, BOOK) * factor + shift).to(FORMAT[3])
+
+
+@triton.jit
+def _two(packed, high, first, factor, shift, book, POSITION: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr):
+    low = _number(packed, high, first, factor, shift, book, POSITION, FORMAT)
+    return tl.join(low, _number(packed, high, first, factor, shift, book, POSITION + STEP, FORMAT))
+
+
+@triton.jit
+def _four(packed, high, first, factor, shift, book, POSITION: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr):
+    low = _two(packed, high, first, factor, shift, book, POSITION, 2 * STEP, FORMAT)
+    return tl.join(low, _two(packed, high, first, factor, shift, book, POSITION + STEP, 2 * STEP, FORMAT))
+
+
+@triton.jit
+def _eight(packed, high, first, factor, shift, book, POSITION: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr):
+    low = _four(packed, high, first, factor, shift, book, POSITION, 2 * STEP, FORMAT)
+    return tl.join(low, _four(packed, high, first, factor, shift, book, POSITION + STEP, 2 * STEP, FORMAT))
+
+
+@triton.jit
+def load_words(
+    codes, scale, offset, book, groups, places, words, real,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NBITS: tl.constexpr, GROUP: tl.constexpr, BOOK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Dequantized tile ``[ROWS, COLUMNS]`` of whole 32-bit words: every byte is loaded once.
+
+    ``groups`` and ``words`` are the word's group in its block and its place in the group, both ``[rows, words]``;
+    ``codes`` points to 32-bit words of the block, ``places`` to the group's scale. Columns are the words' codes, word
+    by word. Of three bits only groups of 32: their high plane is one word.
+    """
+    # what one thread loads it also spreads: `join` keeps both parts in a thread's registers
+    FORMAT: tl.constexpr = (NBITS, GROUP, BOOK, DTYPE)
+    row = codes + groups * (GROUP * NBITS // 32)
+    packed = tl.load(row + words, mask=real, other=0)
+    factor, shift = load_scales(scale, offset, places, real, NBITS, BOOK)
+    high = packed
+    if NBITS == 3:
+        high = tl.load(row + 2, mask=real, other=0)
+    first = words * 4
+    if NBITS == 8:
+        result = _four(packed, high, first, factor, shift, book, 0, 1, FORMAT)
+    elif NBITS == 4:
+        result = _eight(packed, high, first, factor, shift, book, 0, 1, FORMAT)
+    else:
+        low = _eight(packed, high, first, factor, shift, book, 0, 2, FORMAT)
+        result = tl.join(low, _eight(packed, high, first, factor, shift, book, 1, 2, FORMAT))
+    return tl.reshape(result, [ROWS, COLUMNS])
