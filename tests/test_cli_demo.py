@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -214,3 +217,12 @@ def test_caches_compared_together_are_as_compared_alone(model):
 def test_quality_needs_tokens_to_decode(model):
     with pytest.raises(ValueError, match="prefill=100"):
         decode_quality(model, torch.zeros(1, 100, dtype=torch.long), 100, DynamicCache(), DynamicCache())
+
+
+def test_demo_without_kivi_names_the_fix(folder):
+    variables = os.environ | {"HFKV_PLUGINS": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "hfkv.cli", "demo"], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "pip install 'hfkv[kivi]'" in done.stderr

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..kernels import Request, explain
 from . import models
 from .console import Working, working
 from .measure import Run, generate
@@ -130,17 +129,3 @@ def qualities(
         found = iter(compare(model, input_ids, prefill, reference, measured, QUALITY_CHUNK))
     what = {"prefill": prefill, "tokens": QUALITY_TOKENS, "chunk": QUALITY_CHUNK}
     return [None if cache is None else next(found) for cache in caches], what
-
-
-def kernel(model: PreTrainedModel, setting: Setting) -> str | None:
-    """Which kernel attends over a cache of ours; None for the others."""
-    from ..cache.segmented import SegmentedLayer
-
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for layer in getattr(setting.make(model), "layers", ()):
-        if isinstance(layer, SegmentedLayer):
-            formats = (layer.key_format(head_dim), layer.value_format(head_dim))
-            verdicts = explain(Request("attend", model.device.type, model.dtype, formats))
-            return next(verdict.name for verdict in verdicts if verdict.supported)
-    return None

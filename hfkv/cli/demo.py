@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -54,7 +55,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
 ) -> None:
     """Generate from a long prompt with the plain cache and with others; compare speed, bytes and quality."""
-    settings = _settings(cache or CACHES, option or ())
+    settings = _settings(cache or (), option or ())
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("pass one of --prompt and --prompt-file", param_hint="--prompt-file")
     text = prompt_file.read_text(encoding="utf-8") if prompt_file is not None else prompt
@@ -66,7 +67,7 @@ def main(
     from .console import working
 
     # with --json, stdout is the report's alone
-    console = Console(highlight=False, stderr=as_json)
+    console = Console(highlight=False, file=sys.stderr if as_json else sys.stdout)
     with working(console, "importing torch and transformers"):
         from . import comparison
         from .report import about, entry, introduce, show
@@ -86,7 +87,7 @@ def main(
     if quality:
         costs, report["quality"] = comparison.qualities(console, loaded, tokenizer, settings)
     for setting, run, cost in zip(compared, runs, [None, *costs], strict=True):
-        report["caches"].append(entry(setting, run, runs[0], cost, comparison.kernel(loaded, setting)))
+        report["caches"].append(entry(setting, run, runs[0], cost))
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -95,8 +96,10 @@ def main(
 
 def _settings(caches: Sequence[str], options: Sequence[str]) -> list[Setting]:
     """The caches to compare with the plain one; names are checked at once, options once torch is there."""
+    if not caches and "kivi" not in registry.manager().specs(CacheSpec):
+        raise ImportError("the demo compares with kivi, which is not installed. Fix: pip install 'hfkv[kivi]'")
     try:
-        settings = [parse_cache(text, options) for text in caches]
+        settings = [parse_cache(text, options) for text in caches or CACHES]
         for setting in settings:
             if setting.name not in registry.RESERVED[CacheSpec]:
                 registry.manager().find(CacheSpec, setting.name, "cache")

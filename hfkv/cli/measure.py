@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, PreTrainedTokenizerBase, TextStreamer
 
 from ..cache.memory import MemoryReport, memory
+from ..cache.segmented import SegmentedLayer
+from ..kernels import Request, select
 from .settings import Setting
 
 
@@ -26,6 +28,8 @@ class Run:
         Of the tokens after the first; None where there is no second one.
     memory
         What the cache holds at the end.
+    kernel
+        Which kernel attends over what is packed; None where nothing is.
     text
         The new tokens' text.
     """
@@ -33,6 +37,7 @@ class Run:
     seconds_to_first_token: float
     tokens_per_second: float | None
     memory: MemoryReport
+    kernel: str | None
     text: str
 
 
@@ -93,5 +98,16 @@ def generate(
         first - start,
         (len(watch.times) - 1) / (last - first) if len(watch.times) > 1 else None,
         memory(output),
+        _kernel(output.get("cache", output.get("past_key_values"))),
         watch.text,
     )
+
+
+def _kernel(cache: Cache) -> str | None:
+    for layer in cache.layers:
+        if isinstance(layer, SegmentedLayer) and "packed" in dict(layer.segments()):
+            states = layer.dense()
+            assert states is not None
+            formats = (layer.key_format(states[0].shape[-1]), layer.value_format(states[1].shape[-1]))
+            return select(Request("attend", states[0].device.type, states[0].dtype, formats)).name
+    return None

@@ -32,13 +32,13 @@ def about(model: PreTrainedModel, name: str, prompt_tokens: int, new_tokens: int
     }
 
 
-def entry(setting: Setting, run: Run, plain: Run, quality: Quality | None, kernel: str | None) -> dict[str, Any]:
+def entry(setting: Setting, run: Run, plain: Run, quality: Quality | None) -> dict[str, Any]:
     """One cache's part of the report."""
     return {
         "cache": setting.name,
         "options": setting.options,
         "label": setting.label,
-        "kernel": kernel,
+        "kernel": run.kernel,
         "tokens_per_second": run.tokens_per_second,
         "seconds_to_first_token": run.seconds_to_first_token,
         "stored_bytes": run.memory.stored_bytes,
