@@ -134,6 +134,9 @@ def test_converted_model_is_the_one_in_the_file(gguf_bytes, site, cache):
     actual = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(actual(ids).logits, expected(ids).logits, rtol=0, atol=0)
+    # the file can also be named, and is then read as it is
+    named, _ = models.load_model(str(source["pretrained_model_name_or_path"]), gguf_file=source["gguf_file"])
+    torch.testing.assert_close(named(ids).logits, expected(ids).logits, rtol=0, atol=0)
     # not a model that says the same whatever it holds
     assert expected(ids).logits.std() > 0.1
     text = "ab and a b\n  (x**2)"

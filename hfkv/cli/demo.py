@@ -30,28 +30,43 @@ class DType(StrEnum):
 
 
 def main(
-    model: Annotated[str, typer.Option(help="A Hub id or a folder; smollm2 and gemma3-270m need no Hub.")] = DEFAULT,
-    gguf_file: Annotated[str | None, typer.Option(help="The GGUF file in that folder or repository.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The text to continue; by default Python's own help.")] = None,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="A Hub id or a folder; smollm2 and gemma3-270m come from packages.")
+    ] = DEFAULT,
+    gguf_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The GGUF file in that folder or repository.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The text to continue; by default Python's own help.")
+    ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A file with the text to continue.", exists=True, dir_okay=False)
+        Path | None, typer.Option(metavar="FILE", help="A file with that text.", exists=True, dir_okay=False)
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(help=f"Use that many tokens of the text; {PROMPT_TOKENS} of Python's help.", min=1)
+        int | None,
+        typer.Option(metavar="N", min=1, help=f"Use only the first N tokens of it; {PROMPT_TOKENS} of Python's help."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate with each cache.", min=1)] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many tokens to generate with each cache.")
+    ] = 64,
     cache: Annotated[
         list[str] | None,
-        typer.Option(help=f"NAME or NAME:key=value,key=value; may be repeated. By default {' and '.join(CACHES)}."),
+        typer.Option(
+            metavar="CACHE",
+            help=f"NAME or NAME:key=value,key=value; may be repeated. By default {' and '.join(CACHES)}.",
+        ),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="key=value: an option for every cache; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of all these caches; may be repeated."),
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="The model's; auto is the checkpoint's own.")] = DType.FLOAT32,
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    quality: Annotated[
-        bool, typer.Option(help="Measure what each cache costs in quality, while decoding from it.")
-    ] = True,
+    dtype: Annotated[
+        DType, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16 or auto, the checkpoint's own.")
+    ] = DType.FLOAT32,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the model runs.")] = "cpu",
+    no_quality: Annotated[
+        bool, typer.Option("--no-quality", help="Do not measure what each cache costs in quality.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
 ) -> None:
     """Generate from a long prompt with the plain cache and with others; compare speed, bytes and quality."""
@@ -84,7 +99,7 @@ def main(
         console, loaded, tokenizer, input_ids, compared, max_new_tokens, show_text=not as_json
     )
     costs: list[Any] = [None] * len(settings)
-    if quality:
+    if not no_quality:
         costs, report["quality"] = comparison.qualities(console, loaded, tokenizer, settings)
     for setting, run, cost in zip(compared, runs, [None, *costs], strict=True):
         report["caches"].append(entry(setting, run, runs[0], cost))

@@ -52,7 +52,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
     versions = found["versions"]
     console.print(", ".join(f"{name} {version or '(not installed)'}" for name, version in versions.items()))
     state = "[green]active[/]" if found["autoload"]["active"] else "[yellow]not active[/]"
-    console.print(f"autoload: {state}: {escape(found['autoload']['reason'])}\n")
+    console.print(f"autoload is {state}: {escape(found['autoload']['reason'])}\n")
     console.print(_provided(found["plugins"]))
     console.print()
     console.print(_plugins(found["plugins"]))
