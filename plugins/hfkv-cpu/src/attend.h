@@ -396,11 +396,11 @@ struct Unit {
     void packed_steps(int64_t begin, int64_t end) {
 #if defined(__AVX512VNNI__)
         if (Room::in_integers(a, rows)) {
-            // what is rounded to half precision in the end needs no more than 16 bits
-            const bool half = a.query.type != Type::float32;
+            // what is rounded to 8 bits in the end needs no more than 16
+            const bool brief = a.query.type == Type::bfloat16;
             for (int64_t b = begin; b < end; b += room.step) {
                 const int64_t count = smaller(room.step, end - b);
-                half ? integer_step<2>(b, count) : integer_step<3>(b, count);
+                brief ? integer_step<2>(b, count) : integer_step<3>(b, count);
             }
             return;
         }

@@ -72,20 +72,39 @@ static void quantize_group(float* x, int64_t group, float levels, uint16_t* scal
     }
 }
 
-static void write_codes(const float* x, const Format& f, uint8_t* out) {
-    const int bits = f.nbits == 3 ? 2 : f.nbits, mask = (1 << bits) - 1, per_byte = 8 / bits;
+// Codes to bytes; what is in `x` is lost.
+static void write_codes(float* x, const Format& f, uint8_t* out) {
+    const int bits = f.nbits == 3 ? 2 : f.nbits, per_byte = 8 / bits;
     const int64_t bytes = f.group / per_byte;
-    for (int64_t i = 0; i < bytes; i++) {
-        int byte = 0;
-        for (int k = 0; k < per_byte; k++) byte |= ((int)x[i + k * bytes] & mask) << (k * bits);
-        out[i] = byte;
+    if (f.nbits == 3) {
+        for (int64_t i = 0; i < f.group / 8; i++) {
+            int byte = 0;
+            for (int k = 0; k < 8; k++) {
+                const int high = (int)x[i * 8 + k] >> 2;
+                byte |= high << k;
+                x[i * 8 + k] -= (float)(high * 4);
+            }
+            out[bytes + i] = byte;
+        }
     }
-    if (f.nbits != 3) return;
-    for (int64_t i = 0; i < f.group / 8; i++) {
-        int byte = 0;
-        for (int k = 0; k < 8; k++) byte |= ((int)x[i * 8 + k] >> 2) << k;
-        out[bytes + i] = byte;
+    // a byte's codes are put together as floats, which hold them exactly
+    typedef Lanes<8>::f eight;
+    for (int k = 1; k < per_byte; k++) {
+        const float place = 1 << (k * bits);
+        int64_t i = 0;
+        for (; i + 8 <= bytes; i += 8) {
+            const eight joined = load_as<eight>(x + i) + load_as<eight>(x + k * bytes + i) * place;
+            memcpy(x + i, &joined, sizeof joined);
+        }
+        for (; i < bytes; i++) x[i] += x[k * bytes + i] * place;
     }
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 8 <= bytes; i += 8) {
+        _mm_storel_epi64((__m128i*)(out + i), _mm256_cvtepi32_epi8(_mm256_cvtps_epi32(load_as<__m256>(x + i))));
+    }
+#endif
+    for (; i < bytes; i++) out[i] = (uint8_t)(int)x[i];
 }
 
 static void pack(const Convert& c, int64_t index, float* scratch) {
