@@ -1,6 +1,6 @@
 """The parts that a cache technique is built from."""
 
-from .layer import KVLayer, LayerContext
+from .layer import KVLayer, LayerContext, check_crop
 from .options import CacheOptions, check_choice, check_length, option
 from .packed import PackedBlocks, PackedFormat, PackedStore
 from .padding import Padding
@@ -21,6 +21,7 @@ __all__ = [
     "Padding",
     "SegmentedLayer",
     "check_choice",
+    "check_crop",
     "check_length",
     "option",
     "round_to_grid",
