@@ -111,7 +111,7 @@ def _build(family: str) -> Any:
 
 @torch.no_grad()
 def _make_padding_loud(model: Any) -> None:
-    """Make the keys of padding a hundred times larger than those of real tokens, in the first layer.
+    """Make the keys of padding thousands of times larger than those of real tokens, in the first layer.
 
     Real models do this to tokens that carry no meaning. A cache that lets padding into what it stores for real tokens
     (a block's range, a scale) then loses them.
@@ -122,7 +122,7 @@ def _make_padding_loud(model: Any) -> None:
     direction = torch.nn.functional.normalize(torch.randn(embedding.shape[1]), dim=0)
     embedding -= (embedding @ direction)[:, None] * direction
     embedding[PADDING] = direction
-    loud = 100 * projection.norm(dim=1).mean() / embedding.shape[1] ** 0.5
+    loud = 1e4 * projection.norm(dim=1).mean() / embedding.shape[1] ** 0.5
     projection += loud * torch.outer(torch.randn(projection.shape[0]).sign(), direction)
 
 

@@ -10,8 +10,8 @@ import pytest
 from .. import registry
 from . import cases
 
-# the contracts' helpers hold asserts too
-pytest.register_assert_rewrite("hfkv.testing.oracle", "hfkv.testing.models")
+# the contracts are rewritten where they are collected; here, where they are called by others, and their helpers
+pytest.register_assert_rewrite("hfkv.testing.contracts", "hfkv.testing.models", "hfkv.testing.oracle")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,14 +1,27 @@
 """Keys and values as 8-bit integers, with one scale for each token of each head."""
 
+from dataclasses import dataclass
+
 import torch
 
-from hfkv.cache import KVLayer
-from hfkv.cache.layer import check_crop
+from hfkv.cache import CacheOptions, KVLayer, check_choice, check_crop, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Options(CacheOptions):
+    """What ``cache_config`` takes."""
+
+    scale_dtype: str = option("float16", "how scales are stored: float16, bfloat16 or float32")
+
+    def __post_init__(self):
+        """Check the value; unknown names never come this far."""
+        check_choice("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
 
 
 class Int8Layer(KVLayer):
     """A layer that stores codes and scales, ``[batch, kv_heads, tokens, head_dim or 1]`` each."""
 
+    Options = Int8Options
     # key codes, key scales, value codes, value scales
     stored = ()
 
@@ -18,19 +31,23 @@ class Int8Layer(KVLayer):
             self.lazy_initialization(key_states, value_states)
             self.dtype = key_states.dtype
         new, past = (key_states, value_states), self.dense()
-        packed = (*encode(key_states), *encode(value_states))
-        if past is None:
-            self.stored = packed
-            return new
-        self.stored = join(self.stored, packed)
-        return join(past, new)
+        packed = (*self.encode(key_states), *self.encode(value_states))
+        self.stored = packed if past is None else join(self.stored, packed)
+        return new if past is None else join(past, new)
+
+    def encode(self, states):
+        """Codes from -127 to 127, and the scale that each token's largest number sets."""
+        scales = states.float().abs().amax(dim=-1, keepdim=True) / 127
+        # a scale of zero would divide by zero
+        scales = scales.clamp(min=1e-7).to(getattr(torch, self.options.scale_dtype))
+        return (states / scales).round().clamp(-127, 127).to(torch.int8), scales
 
     def dense(self):
         """All keys and values, decoded."""
         if not self.stored:
             return None
         key_codes, key_scales, value_codes, value_scales = self.stored
-        return (key_codes * key_scales).to(self.dtype), (value_codes * value_scales).to(self.dtype)
+        return (key_codes * key_scales.float()).to(self.dtype), (value_codes * value_scales.float()).to(self.dtype)
 
     def get_seq_length(self):
         """Tokens stored."""
@@ -52,12 +69,6 @@ class Int8Layer(KVLayer):
     def segments(self):
         """For `hfkv.memory`: nothing that is stored is full precision."""
         yield "packed", sum(part.untyped_storage().nbytes() for part in self.stored)
-
-
-def encode(states):
-    """Codes from -127 to 127, and the scale that each token's largest number sets."""
-    scales = states.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
-    return (states / scales).round().to(torch.int8), scales
 
 
 def join(past, new):

@@ -12,8 +12,8 @@ from hfkv.testing.models import NEW_TOKENS, PADDING, PROMPT_LENGTH
 from hfkv.testing.oracle import Judge
 
 BEAMS = 3
-# one longer than every window and block of the contracts, one in between, one of a few tokens
-LENGTHS = (PROMPT_LENGTH, PROMPT_LENGTH - 7, 6)
+# rows of a left-padded batch: padding shares a block with many real tokens, with a few, with none
+LENGTHS = (PROMPT_LENGTH, PROMPT_LENGTH - 3, PROMPT_LENGTH - 9, 6)
 
 
 def check(judge: Judge, output: Any, what: str, hint: str = "") -> None:
