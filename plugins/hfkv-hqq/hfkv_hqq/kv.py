@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hqq.core.optimize import optimize_weights_proximal_legacy_step as solver_step
+from hqq.core.optimize import optimize_weights_proximal_legacy_step as solver_step  # type: ignore[import-untyped]
 
 from hfkv.cache import KVQuantizer, round_to_grid
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint2, qint4, qint8
+from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint2, qint4, qint8  # type: ignore[import-untyped]
 
 from hfkv.cache import KVQuantizer, round_to_grid
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint8, quantize_weight
 
+import hfkv
+from hfkv import registry
 from hfkv_quanto.kv import QTYPES, QuantoKVQuantizer
 
 GROUP = 32
@@ -58,6 +60,14 @@ def test_float16_costs_little_where_it_cannot_hold_the_grid(nbits):
     expected = quantize_weight(groups, QTYPES[nbits], 0, scale, shift).dequantize()
     ours, theirs = ((other - groups).abs().mean().item() for other in (restored(groups, nbits), expected))
     assert ours == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+def test_codes_are_those_of_rtn_at_2_and_4_bits(nbits):
+    rtn = registry.find(hfkv.KVQuantizerSpec, "rtn", "backend")()
+    groups = torch.randn(500, GROUP, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in zip(QuantoKVQuantizer().quantize(groups, nbits), rtn.quantize(groups, nbits), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_single_group_is_one_group():
