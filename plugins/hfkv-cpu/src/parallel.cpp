@@ -33,11 +33,11 @@ void take_turns(void* data) {
 
 typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
-Parallel find_openmp() {
-    return reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+// looked up at the first use, by when torch is there: what this module works on are its tensors
+Parallel openmp() {
+    static const Parallel found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return found;
 }
-
-const Parallel openmp = find_openmp();
 
 struct Memory {
     float* data = nullptr;
@@ -47,7 +47,7 @@ struct Memory {
 
 }  // namespace
 
-const char* threads_from() { return openmp ? "openmp" : "std::thread"; }
+const char* threads_from() { return openmp() ? "openmp" : "std::thread"; }
 
 void parallel(int64_t count, int threads, Work work, void* context) {
     Shared shared;
@@ -56,7 +56,7 @@ void parallel(int64_t count, int threads, Work work, void* context) {
     shared.context = context;
     if (threads > count) threads = static_cast<int>(count);
     if (threads <= 1) return take_turns(&shared);
-    if (openmp) return openmp(take_turns, &shared, threads, 0);
+    if (openmp()) return openmp()(take_turns, &shared, threads, 0);
     std::vector<std::thread> others;
     try {
         for (int i = 1; i < threads; i++) others.emplace_back(take_turns, &shared);

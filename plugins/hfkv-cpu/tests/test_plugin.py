@@ -64,6 +64,11 @@ def test_environment_chooses_the_instruction_set():
     assert result.stdout.strip() == isa
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's threads are not OpenMP's of GCC")
+def test_threads_are_those_of_torch():
+    assert "openmp" in CpuKernels().supports(Request("attend", "cpu", torch.float32, (KEYS, VALUES)))[1]
+
+
 def test_a_forked_process_attends():
     """Worker processes of data loaders are forked, after torch has started threads."""
     code = """
