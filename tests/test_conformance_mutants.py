@@ -200,6 +200,25 @@ class CannotCrop(KiviLayer):
     crop = KVLayer.crop
 
 
+@caught_by(generate.test_beam_search, "declare reorder=False", **LLAMA)
+@caught_by(operations.test_select, "declare select=False", **LLAMA)
+class CannotMoveRows(KiviLayer):
+    """Nothing that concerns rows is implemented."""
+
+    map_rows = KVLayer.map_rows
+
+
+@caught_by(operations.test_crop, "its error must name 'mutant'", {"crop": False}, **LLAMA, remove=1)
+class CannotSayWho(KiviLayer):
+    """Refuses to crop, and does not say which cache it is."""
+
+    crop = KVLayer.crop
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.technique = "something"
+
+
 @caught_by(reuse.test_deepcopy, "shared", **LLAMA, tokens=33)
 @caught_by(reuse.test_prefix_copied_and_reused, "shares state", **LLAMA)
 class SharedCopies(KiviLayer):
@@ -275,6 +294,22 @@ caught_by(declaration.test_loss_is_what_is_declared, "lossless=True", {"lossless
 caught_by(declaration.test_tolerance_can_fail, "proves nothing", {"contract_tolerance": 2.0})(KiviLayer)
 
 
+# what is refused as declared, and what is lossless as declared, is no mistake
+NO_CROP, NO_ROWS, LOSSLESS = {"crop": False}, {"reorder": False, "select": False}, {"lossless": True}
+HONEST = [
+    Mutant(CannotCrop, operations.test_crop, "", NO_CROP, LLAMA | {"remove": 1}),
+    Mutant(CannotCrop, generate.test_assisted_decoding, "", NO_CROP, LLAMA),
+    Mutant(CannotCrop, generate.test_prompt_lookup, "", NO_CROP, LLAMA),
+    Mutant(CannotMoveRows, generate.test_beam_search, "", NO_ROWS, LLAMA),
+    Mutant(CannotMoveRows, operations.test_reorder, "", NO_ROWS, LLAMA),
+    Mutant(CannotMoveRows, operations.test_select, "", NO_ROWS, LLAMA),
+    Mutant(CannotMoveRows, operations.test_repeat, "", NO_ROWS, LLAMA),
+    Mutant(NothingIsPacked, generate.test_greedy, "", LOSSLESS, LLAMA),
+    Mutant(NothingIsPacked, generate.test_beam_search, "", LOSSLESS, LLAMA),
+    Mutant(NothingIsPacked, operations.test_crop, "", LOSSLESS, LLAMA | {"remove": 17}),
+]
+
+
 @pytest.fixture
 def run(register):
     """Run a mutant's contract, its cache known to `generate` by name."""
@@ -303,6 +338,14 @@ def test_kit_catches(mutant, run):
 SOUND = [Mutant(KiviLayer, mutant.contract, "", {}, mutant.arguments) for mutant in MUTANTS]
 
 
-@pytest.mark.parametrize("sound", {str(sound): sound for sound in SOUND}.values(), ids=str)
+@pytest.mark.parametrize("sound", {str(sound): sound for sound in SOUND + HONEST}.values(), ids=str)
 def test_kit_passes_what_was_not_broken(sound, run):
     run(sound)
+
+
+def test_cache_that_forgets_by_design_is_compared_only_with_itself(run):
+    forgets = {"contract_tolerance": None}
+    with pytest.raises(pytest.skip.Exception, match="compared only with itself"):
+        run(Mutant(LosesOneToken, generate.test_greedy, "", forgets, LLAMA))
+    with pytest.raises(AssertionError, match="those of a manual loop with the same cache"):
+        run(Mutant(StaysInPlace, generate.test_beam_search, "", forgets, LLAMA))

@@ -125,7 +125,7 @@ def test_chunked_prefill(hfkv_case: CacheCase, family: str, attention: str) -> N
     judge.faithful(actual, judge.plain(output.sequences, NEW_TOKENS), what, hint)
 
 
-@every_decoder
+@every_family
 @every_attention
 def test_assisted_decoding(hfkv_case: CacheCase, family: str, attention: str) -> None:
     """Drafts that the model rejects leave no trace; a cache that cannot crop says so."""
@@ -137,7 +137,7 @@ def test_assisted_decoding(hfkv_case: CacheCase, family: str, attention: str) ->
         _check_drafts(judge, output, "assisted decoding")
 
 
-@every_decoder
+@every_family
 @every_attention
 def test_prompt_lookup(hfkv_case: CacheCase, family: str, attention: str) -> None:
     """Drafts copied from the prompt leave no trace where they are rejected."""
@@ -152,8 +152,9 @@ def test_prompt_lookup(hfkv_case: CacheCase, family: str, attention: str) -> Non
 def _counted(judge: Judge, ids: torch.Tensor, **arguments: Any) -> tuple[Any, list[int]]:
     """The output, and how many tokens each forward of the model was given."""
     lengths: list[int] = []
+    ids_argument = "decoder_input_ids" if judge.tiny.is_encoder_decoder else "input_ids"
     hook = judge.tiny.model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        lambda module, args, kwargs: lengths.append(kwargs[ids_argument].shape[1]), with_kwargs=True
     )
     try:
         return judge.generate(ids, **arguments), lengths
