@@ -133,7 +133,7 @@ class ReferenceKernels:
         if format.codebook is None:
             levels = codes.float()
         else:
-            levels = torch.tensor(format.codebook, device=codes.device)[codes.int()]
+            levels = torch.tensor(format.codebook, dtype=torch.float32, device=codes.device)[codes.int()]
         groups = levels.mul_(blocks.scale.float().unsqueeze(-1)).add_(blocks.offset.float().unsqueeze(-1))
         return _from_groups(groups, format)
 
