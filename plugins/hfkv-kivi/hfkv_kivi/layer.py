@@ -77,9 +77,9 @@ class KiviOptions(CacheOptions):
         """Take a ``cache_config`` that was written for transformers' "quantized" cache.
 
         ``q_group_size`` is ``group_size``; ``axis_key`` and ``axis_value`` are numbers whose meaning depends on the
-        backend, and which its plugin spells out.
+        backend, and which its plugin spells out. None is the default, as it is there.
         """
-        result = dict(given)
+        result = {name: value for name, value in given.items() if value is not None}
         backend = result.get("backend", "rtn")
         for theirs, ours in cls.spellings.items():
             if theirs not in result:

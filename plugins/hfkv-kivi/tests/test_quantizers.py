@@ -303,6 +303,12 @@ def test_backend_in_upper_case_is_refused_without_a_list(backend):
         llama().generate(prompt(4), max_new_tokens=2, cache_implementation="kivi", cache_config={"backend": backend})
 
 
+def test_option_that_is_none_is_unset():
+    unset = dict.fromkeys(["nbits", "axis_key", "axis_value", "q_group_size", "residual_length"])
+    layer, default = (hfkv.make_cache("kivi", llama().config, **options).layers[0] for options in (unset, {}))
+    assert layer.options == default.options
+
+
 def test_config_dict_is_mutated_so_that_a_model_of_another_depth_fails():
     given = {
         "backend": "rtn",
@@ -360,6 +366,12 @@ def test_codebook_levels_stand_in_for_the_uniform_grid(nbits, axis):
     nearest = (pieces[..., None] - scale[..., None] * levels).abs().amin(-1)
     torch.testing.assert_close((restored.view_as(pieces) - pieces).abs(), nearest, rtol=0, atol=1e-6)
     assert restored.view_as(pieces).div(scale).unique().numel() > 2 ** (nbits - 1)
+    # levels are float32 whatever the default dtype is
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(kernels.unpack(blocks, torch.float32), restored)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
