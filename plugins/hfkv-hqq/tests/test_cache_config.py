@@ -46,7 +46,7 @@ def in_kivi(cache_config, states):
     return cache.layers[0].keys, cache.layers[0].values
 
 
-@pytest.mark.parametrize(("axis_key", "axis_value"), itertools.product(AXES, AXES))
+@pytest.mark.parametrize(("axis_key", "axis_value"), list(itertools.product(AXES, AXES)))
 def test_axis_numbers_group_what_they_group_in_transformers(axis_key, axis_value):
     cache_config = {"backend": BACKEND, "nbits": 4, "axis_key": axis_key, "axis_value": axis_value, "q_group_size": 32}
     plain = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -82,7 +82,7 @@ def test_reconstruction_is_as_near_as_that_of_transformers(nbits, axis):
 
 @pytest.mark.parametrize("residual_length", [1, 16, 128])
 @pytest.mark.parametrize("q_group_size", [16, 32, 64])
-@pytest.mark.parametrize(("axis_key", "axis_value"), itertools.product(AXES, AXES))
+@pytest.mark.parametrize(("axis_key", "axis_value"), list(itertools.product(AXES, AXES)))
 @pytest.mark.parametrize("nbits", WIDTHS)
 def test_config_works_unchanged(model, nbits, axis_key, axis_value, q_group_size, residual_length):
     cache_config = {
