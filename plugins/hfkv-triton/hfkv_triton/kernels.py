@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any
 
 import torch
@@ -27,8 +28,11 @@ INTERPRETED_PROCESSORS = 4
 PROGRAMS_PER_PROCESSOR = 4
 # tiles of a share: fewer would not be worth the merge
 LEAST_TILES = 2
-# (rows, tokens, warps, stages) of a tile, by padded channels; sums and numbers are in registers
-TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (16, 32, 8, 2)}
+# (tokens, warps, stages) of a tile by padded channels, for one step of decoding: 16 rows, the fewest of a matrix product
+DECODE_TILES = {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2), 512: (32, 8, 2)}
+# (rows, tokens, warps, stages) for more rows; all that fit the registers of compute capability 8.0 and 9.0
+TILES = {64: (64, 64, 4, 3), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2), 512: (16, 32, 8, 2)}
+LEAST_ROWS = 16
 
 
 class TritonKernels:
@@ -58,24 +62,24 @@ class TritonKernels:
                 return False, f"packs with backend 'rtn' only; {request.quantizer!r} decides its codes in torch"
             if request.formats[0].codebook is not None:
                 return False, "packs uniform grids only, not codebooks"
-        return _supports_device(request.device, request.dtype)
+        if INTERPRETED:
+            # a hundred times slower than anything else: whoever debugs other kernels has not asked for it
+            if os.environ.get("HFKV_KERNELS") == self.name:
+                return True, f"Triton {triton.__version__}, interpreted"
+            return False, "TRITON_INTERPRET=1: right, and slow, so only where HFKV_KERNELS=triton asks for it"
+        return _supports_device(request.device)
 
     def pack(self, states: torch.Tensor, format: PackedFormat, quantizer: KVQuantizer) -> PackedBlocks:
         """Quantize whole blocks, to the bit as `ReferenceKernels.pack`."""
         batch, heads, tokens, _ = states.shape
         count = tokens // format.block_length
         blocks = PackedBlocks.empty(format, batch, heads, count, states.device)
-        plane_bits = 2 if format.nbits == 3 else format.nbits
-        width = triton.next_power_of_2(format.group)
-        tile = min(triton.next_power_of_2(format.groups), max(1, 4096 // width))
-        programs = batch * heads * count * triton.cdiv(format.groups, tile)
+        plan = pack_plan(format)
+        programs = batch * heads * count * triton.cdiv(format.groups, plan["TILE"])
         if programs:
             with _on(states.device):
                 convert.pack[(programs,)](
-                    states, blocks.codes, blocks.scale, blocks.offset, *states.stride(), heads, count,
-                    NBITS=format.nbits, CHANNEL=format.axis == "channel", GROUP=format.group,
-                    BLOCK=format.block_length, DIM=format.head_dim, GROUPS=format.groups, TILE=tile, WIDTH=width,
-                    PARTS=8 // plane_bits, BYTES=triton.next_power_of_2(format.group * plane_bits // 8),
+                    states, blocks.codes, blocks.scale, blocks.offset, *states.stride(), heads, count, **plan
                 )  # fmt: skip
         return blocks
 
@@ -85,16 +89,13 @@ class TritonKernels:
         batch, heads = blocks.codes.shape[:2]
         device = blocks.codes.device
         states = torch.empty(batch, heads, blocks.length, format.head_dim, dtype=dtype, device=device)
-        tokens, pad = min(64, triton.next_power_of_2(format.block_length)), _channel_tile(format)
-        programs = batch * heads * blocks.count * triton.cdiv(format.block_length, tokens)
+        plan = unpack_plan(format)
+        programs = batch * heads * blocks.count * triton.cdiv(format.block_length, plan["TOKENS"])
         if programs:
             with _on(device):
                 convert.unpack[(programs,)](
                     states, blocks.codes, blocks.scale, blocks.offset, _book(format, device),
-                    *blocks.codes.stride()[:3], *blocks.scale.stride()[:3], heads, blocks.count,
-                    NBITS=format.nbits, CHANNEL=format.axis == "channel", GROUP=format.group,
-                    BOOK=format.codebook is not None, BLOCK=format.block_length, DIM=format.head_dim,
-                    TOKENS=tokens, PAD=pad,
+                    *blocks.codes.stride()[:3], *blocks.scale.stride()[:3], heads, blocks.count, **plan,
                 )  # fmt: skip
         return states
 
@@ -105,7 +106,7 @@ class TritonKernels:
         batch, heads, queries, _ = query.shape
         device, kv_heads = query.device, view.exact_keys.shape[1]
         keys, values = _whole_groups(view.keys), _whole_groups(view.values)
-        plan = _plan(keys.format, values.format, heads // kv_heads, queries, query.dtype)
+        plan = attend_plan(keys.format, values.format, heads // kv_heads, queries, query.dtype)
         row_tiles = triton.cdiv(heads // kv_heads * queries, plan["ROWS"])
         packed_tiles = triton.cdiv(keys.length, plan["TOKENS"])
         exact_tiles = triton.cdiv(view.exact_keys.shape[2], plan["TOKENS"])
@@ -152,11 +153,9 @@ class TritonKernels:
 
 
 @functools.cache
-def _supports_device(device: str, dtype: torch.dtype) -> tuple[bool, str]:
-    if INTERPRETED:
-        return True, f"Triton {triton.__version__}, interpreted (TRITON_INTERPRET=1): right, and slow"
+def _supports_device(device: str) -> tuple[bool, str]:
     if device == "cpu":
-        return False, "runs on GPUs; on the CPU in Triton's interpreter only (TRITON_INTERPRET=1)"
+        return False, "runs on GPUs; on the CPU only in Triton's interpreter: TRITON_INTERPRET=1 HFKV_KERNELS=triton"
     if device not in ("cuda", "xpu"):
         return False, f"Triton does not run on {device}"
     if not torch.get_device_module(device).is_available():
@@ -178,10 +177,13 @@ def _processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _plan(keys: PackedFormat, values: PackedFormat, shared: int, queries: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The compile-time arguments of `attend`."""
+def attend_plan(keys: PackedFormat, values: PackedFormat, shared: int, queries: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time arguments of `attend.attend`."""
     key_pad, value_pad = _channel_tile(keys), _channel_tile(values)
-    rows, tokens, warps, stages = TILES[max(64, key_pad, value_pad)]
+    widest, rows = max(64, key_pad, value_pad), shared * queries
+    most, tokens, warps, stages = TILES[widest]
+    if rows <= LEAST_ROWS:
+        most, (tokens, warps, stages) = LEAST_ROWS, DECODE_TILES[widest]
     operands, precision = _operands(dtype)
     key_words = keys.axis == "channel" and _in_words(keys)
     value_words = values.axis == "token" and _in_words(values)
@@ -192,7 +194,7 @@ def _plan(keys: PackedFormat, values: PackedFormat, shared: int, queries: int, d
     return {
         "SHARED": shared,
         "BLOCK": keys.block_length,
-        "ROWS": min(rows, max(16, triton.next_power_of_2(shared * queries))),
+        "ROWS": min(most, max(LEAST_ROWS, triton.next_power_of_2(rows))),
         "TOKENS": tokens,
         "KEY_PAD": key_pad,
         "KEY_WORDS": key_words,
@@ -204,6 +206,40 @@ def _plan(keys: PackedFormat, values: PackedFormat, shared: int, queries: int, d
         "num_stages": stages,
         **_format_arguments("KEY", keys),
         **_format_arguments("VALUE", values),
+    }
+
+
+@functools.cache
+def pack_plan(format: PackedFormat) -> dict[str, Any]:
+    """The compile-time arguments of `convert.pack`."""
+    plane_bits = 2 if format.nbits == 3 else format.nbits
+    width = triton.next_power_of_2(format.group)
+    return {
+        "NBITS": format.nbits,
+        "CHANNEL": format.axis == "channel",
+        "GROUP": format.group,
+        "BLOCK": format.block_length,
+        "DIM": format.head_dim,
+        "GROUPS": format.groups,
+        "TILE": min(triton.next_power_of_2(format.groups), max(1, 4096 // width)),
+        "WIDTH": width,
+        "PARTS": 8 // plane_bits,
+        "BYTES": triton.next_power_of_2(format.group * plane_bits // 8),
+    }
+
+
+@functools.cache
+def unpack_plan(format: PackedFormat) -> dict[str, Any]:
+    """The compile-time arguments of `convert.unpack`."""
+    return {
+        "NBITS": format.nbits,
+        "CHANNEL": format.axis == "channel",
+        "GROUP": format.group,
+        "BOOK": format.codebook is not None,
+        "BLOCK": format.block_length,
+        "DIM": format.head_dim,
+        "TOKENS": min(64, triton.next_power_of_2(format.block_length)),
+        "PAD": _channel_tile(format),
     }
 
 
