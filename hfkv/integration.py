@@ -118,7 +118,7 @@ def check_model(model: Any, name: str) -> None:
     if _ignores_names(type(model)):
         raise NotImplementedError(
             f"{type(model).__name__} prepares its own cache and does not read cache_implementation={name!r}. "
-            f"Pass a cache instead: hfkv.make_cache({name!r}, model)"
+            f"If its forward takes a cache, pass one: hfkv.make_cache({name!r}, model)"
         )
 
 
