@@ -1,6 +1,7 @@
 """Keep one cache over the turns of a conversation: each turn computes only what is new."""
 
 import sys
+from pydoc_data.topics import topics
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,7 +15,7 @@ model = AutoModelForCausalLM.from_pretrained(name)
 
 cache = hfkv.make_cache("kivi", model, nbits=4)
 tokens = torch.empty(1, 0, dtype=torch.long)
-for question in ("Name three primes.", "And three more?", "What is their sum?"):
+for question in (f"{topics['strings'][:2500]}\n\nWhat is this about?", "What is a raw string?", "Give an example."):
     turn = tokenizer(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt").input_ids
     # generate takes all tokens so far, and computes those that the cache does not hold yet
     tokens = torch.cat([tokens, turn], dim=1)
@@ -27,7 +28,7 @@ for question in ("Name three primes.", "And three more?", "What is their sum?"):
         **{cache_argument(model): cache},
     )
     answer = tokenizer.decode(output[0, tokens.shape[1] :], skip_special_tokens=True)
-    print(f"{question} {answer.strip()}")
+    print(f"{question.splitlines()[-1]} {answer.strip()}")
     print(f"    {tokens.shape[1]} tokens of prompt, {held} of them from the cache")
     tokens = output
 print(f"{cache.get_seq_length()} tokens in {hfkv.memory(cache).stored_bytes:,} bytes")
