@@ -145,7 +145,7 @@ def test_reset(hfkv_case: CacheCase, family: str, attention: str) -> None:
 
 
 def _skip_unless_transformers_resets(judge: Judge) -> None:
-    """Releases before 5.18 fill their own layers with zeros instead of emptying them."""
+    """Older releases fill their own layers with zeros instead of emptying them."""
     plain = judge.tiny.plain_cache()
     judge.tiny.feed(plain, judge.tiny.prompt(rows=3))
     plain.reset()
