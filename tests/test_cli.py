@@ -280,11 +280,15 @@ def test_reasons_stand_for_exactly_what_was_asked(register):
     assert claimed == asked
 
 
-def test_broken_kernel_is_shown_and_breaks_nothing(register):
+def test_broken_kernel_is_shown_and_breaks_nothing(register, monkeypatch):
     register(kernel_plugin("bad", f"{__name__}:NOT_THERE"), "bad")
     listed = kernels.choices()
-    assert {choice["kernel"] for choice in listed} == {None}
+    # the others run what it would have run
+    assert {choice["kernel"] for choice in listed}.isdisjoint({None, "bad"})
     assert "NOT_THERE" in shown(listed, explain=True)
+    # who asks for it by name is told, not given another
+    monkeypatch.setenv("HFKV_KERNELS", "bad")
+    assert {choice["kernel"] for choice in kernels.choices()} == {None}
 
 
 def test_explain_without_kernels_is_a_usage_error():

@@ -90,11 +90,12 @@ def explain(request: Request) -> list[Verdict]:
             continue
         try:
             kernels = _load(spec.name)
-        except ImportError as error:
+        # a shared library can fail in any way; one broken plugin must not take generation down
+        except Exception as error:
             # a forced kernel that cannot load is the user's to fix; otherwise the reason is shown by `hfkv list`
             if forced:
                 raise
-            verdicts.append(Verdict(spec.name, False, str(error), None))
+            verdicts.append(Verdict(spec.name, False, f"{type(error).__name__}: {error}", None))
             continue
         verdicts.append(Verdict(spec.name, *kernels.supports(request), kernels))
     verdicts.append(Verdict(REFERENCE.name, *REFERENCE.supports(request), REFERENCE))
