@@ -124,7 +124,9 @@ def memory(cache_or_output: Any) -> MemoryReport:
 
 
 def _layer(layer: Any) -> LayerMemory:
-    everything = sum(tensor_bytes(layer, skip=("padding",)).values())
+    # what is known of the padding belongs to all layers, also where a layer holds some of it
+    shared = tensor_bytes(getattr(layer, "padding", None))
+    everything = sum(size for address, size in tensor_bytes(layer).items() if address not in shared)
     tokens = _tokens(layer)
     packed = 0
     if isinstance(layer, KVLayer):

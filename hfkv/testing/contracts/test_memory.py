@@ -28,6 +28,8 @@ def test_stored_bytes_are_all_tensors_that_can_be_reached(hfkv_case: CacheCase, 
     cache = judge.filled(ids)
     report = memory(cache)
     assert report.stored_bytes == sum(tensor_bytes(cache).values())
+    shared = sum(tensor_bytes(decoder_cache(cache).padding).values())
+    assert report.shared_bytes == shared, "a tensor is counted in several layers, or in none"
     for index, layer in enumerate(decoder_cache(cache).layers):
         if not isinstance(layer, KVLayer):
             continue
