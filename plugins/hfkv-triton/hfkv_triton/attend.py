@@ -230,9 +230,7 @@ def attend(
                 KEY_DIM, KEY_PAD, KEY_BITS, KEY_CHANNEL, KEY_GROUP, KEY_BOOK, KEY_WORDS, BLOCK, TOKENS, DTYPE,
             )  # fmt: skip
             scores = tl.dot(q, keys, input_precision=PRECISION) * softmax_scale
-            scores = masked(
-                scores, mask_rows, mask_column, sink + tokens, tokens < packed, last_visible, MASK, CAUSAL
-            )
+            scores = masked(scores, mask_rows, mask_column, sink + tokens, tokens < packed, last_visible, MASK, CAUSAL)
             weights, top, kept = softmax_step(scores, top)
             totals = totals * kept[:, None] + weights
             values = value_tile(
@@ -242,9 +240,7 @@ def attend(
             )  # fmt: skip
             sums = tl.dot(weights.to(DTYPE), values, acc=sums * kept[:, None], input_precision=PRECISION)
         channels = channel_order(VALUE_PAD, VALUE_BITS, VALUE_GROUP, VALUE_WORDS)
-        store_share(
-            output_rows, output_channel, lse_rows, channels, top, tl.sum(totals, 1), sums, row_real, VALUE_DIM
-        )
+        store_share(output_rows, output_channel, lse_rows, channels, top, tl.sum(totals, 1), sums, row_real, VALUE_DIM)
     else:
         exact_keys += batch * exact_key_batch + kv_head * exact_key_head
         exact_values += batch * exact_value_batch + kv_head * exact_value_head
@@ -269,9 +265,7 @@ def attend(
                 other=0.0,
             )
             sums = tl.dot(weights.to(DTYPE), values.to(DTYPE), acc=sums * kept[:, None], input_precision=PRECISION)
-        store_share(
-            output_rows, output_channel, lse_rows, channels, top, tl.sum(totals, 1), sums, row_real, VALUE_DIM
-        )
+        store_share(output_rows, output_channel, lse_rows, channels, top, tl.sum(totals, 1), sums, row_real, VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=["queries", "splits", "part_split", "part_lse_split"])

@@ -73,7 +73,7 @@ def _number(packed, high, first, factor, shift, book, POSITION: tl.constexpr, FO
     codes = (packed >> (POSITION * WIDTH)) & (2**WIDTH - 1)
     if NBITS == 3:
         codes |= ((high >> (first + word_element(POSITION, 0, NBITS, FORMAT[1]))) & 1) << 2
-    return (levels(codes, book, NBITS, BOOK) * factor + shift).to(FORMAT[3])
+    return levels(codes, book, NBITS, BOOK) * factor + shift
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def load_words(
     by word. Of three bits only groups of 32: their high plane is one word.
     """
     # what one thread loads it also spreads: `join` keeps both parts in a thread's registers
-    FORMAT: tl.constexpr = (NBITS, GROUP, BOOK, DTYPE)
+    FORMAT: tl.constexpr = (NBITS, GROUP, BOOK)
     row = codes + groups * (GROUP * NBITS // 32)
     packed = tl.load(row + words, mask=real, other=0)
     factor, shift = load_scales(scale, offset, places, real, NBITS, BOOK)
@@ -122,4 +122,5 @@ def load_words(
     else:
         low = _eight(packed, high, first, factor, shift, book, 0, 2, FORMAT)
         result = tl.join(low, _eight(packed, high, first, factor, shift, book, 1, 2, FORMAT))
-    return tl.reshape(result, [ROWS, COLUMNS])
+    # rounded last: on Hopper, Triton 3.9 fails to compile some shapes whose reshaped tensor is itself an operand
+    return tl.reshape(result, [ROWS, COLUMNS]).to(DTYPE)

@@ -22,8 +22,8 @@ from . import attend, convert
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # what TRITON_INTERPRET=1 makes of a kernel, when it is decorated
 INTERPRETED = not isinstance(attend.attend, triton.JITFunction)
-# the interpreter has no processors: few, so that it splits, and each share has several units
-INTERPRETED_PROCESSORS = 4
+# the interpreter has no processors: as few as still split the context
+INTERPRETED_PROCESSORS = 1
 # programs for each processor, so that one waits for memory while others work
 PROGRAMS_PER_PROCESSOR = 4
 # tiles of a share: fewer would not be worth the merge
@@ -177,7 +177,9 @@ def _processors(device: torch.device) -> int:
 
 
 @functools.cache
-def attend_plan(keys: PackedFormat, values: PackedFormat, shared: int, queries: int, dtype: torch.dtype) -> dict[str, Any]:
+def attend_plan(
+    keys: PackedFormat, values: PackedFormat, shared: int, queries: int, dtype: torch.dtype
+) -> dict[str, Any]:
     """The compile-time arguments of `attend.attend`."""
     key_pad, value_pad = _channel_tile(keys), _channel_tile(values)
     widest, rows = max(64, key_pad, value_pad), shared * queries

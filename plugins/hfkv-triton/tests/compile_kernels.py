@@ -1,6 +1,6 @@
 """Compile every kernel for a GPU that need not be there, and print the shared memory that each takes.
 
-    python tests/compile_kernels.py cuda:90
+python tests/compile_kernels.py cuda:90
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ def test_supports_gives_reasons(forced, device, change, supported, reason):
     assert chosen == ("triton" if supported else "reference")
 
 
-@pytest.mark.parametrize("environment", [{}, {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "1", "HFKV_KERNELS": "triton"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "1", "HFKV_KERNELS": "triton"}]
+)
 def test_interpreter_runs_only_where_it_is_asked_for(environment):
     """`TRITON_INTERPRET=1` is set to debug any kernel: it must not make every cache a hundred times slower."""
     code = """
