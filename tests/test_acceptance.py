@@ -2,7 +2,6 @@
 
 import json
 import os
-import pydoc_data.topics
 import subprocess
 import sys
 
@@ -12,18 +11,14 @@ from transformers import DynamicCache
 
 import hfkv
 from hfkv.cli.models import load_model
+from hfkv.cli.prompts import long_text
 from hfkv.cli.quality import compare
-
-
-def prose() -> str:
-    """Long English text that needs no download: CPython's own help topics."""
-    return "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
 
 
 @pytest.fixture(scope="module")
 def smollm2():
     model, tokenizer = load_model("smollm2", "float32")
-    tokens = tokenizer(prose(), return_tensors="pt", add_special_tokens=False).input_ids
+    tokens = tokenizer(long_text(), return_tensors="pt", add_special_tokens=False).input_ids
     return model.eval(), tokens
 
 
@@ -52,7 +47,7 @@ def test_quality_of_four_and_two_bits(smollm2):
 def test_quality_on_a_hybrid_model():
     """Gemma-3-270M at 2 bits: its three full-attention layers are packed, its sliding ones are not."""
     model, tokenizer = load_model("gemma3-270m", "float32")
-    tokens = tokenizer(prose()[:60_000], return_tensors="pt").input_ids[:, 2_000 : 2_000 + 512 + 256]
+    tokens = tokenizer(long_text()[:60_000], return_tensors="pt").input_ids[:, 2_000 : 2_000 + 512 + 256]
     cache = hfkv.make_cache("kivi", model.eval(), nbits=2)
     (quality,) = compare(model, tokens, 512, DynamicCache(config=model.config), [cache])
     assert [type(layer).__name__ for layer in cache.layers].count("KiviLayer") == 3
