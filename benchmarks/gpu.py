@@ -3,11 +3,11 @@
     python benchmarks/gpu.py --json gpu.json
     TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke
 
-Three parts: the machine, with its copy bandwidth; the ops against the reference on the device, `generate` on tiny models
-and the conformance kit; one decode step of attention in Llama-3.1-8B's shape against torch's SDPA in bfloat16 and against
-what transformers' quantized cache does, dequantize and then SDPA. All that is compared takes turns in one run.
+Three parts: the machine, with its copy bandwidth; the ops against the reference on the device, `generate` on tiny
+models and the conformance kit; one decode step of attention in Llama-3.1-8B's shape against torch's SDPA in bfloat16
+and against what transformers' quantized cache does, dequantize and then SDPA. What is compared takes turns in one run.
 
-A part that fails is reported, the others run, and the exit status is 1. ``--smoke`` has tiny sizes, and runs on the CPU too.
+A part that fails is reported, the others run, and the exit status is 1. ``--smoke`` has tiny sizes, also for the CPU.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from hfkv.cache import KVView, PackedBlocks, PackedFormat
 from hfkv.cache.memory import tensor_bytes
 
 SINK, RESIDUAL = 4, 144
-LLAMA = (32, 8, 128)
-SCALE = LLAMA[2] ** -0.5
+# query heads, KV heads and channels: Llama-3.1-8B's, and one that the interpreter can do
+LLAMA, TINY = (32, 8, 128), (4, 1, 32)
 
 
 class Run:
@@ -49,6 +49,7 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.smoke: bool = options.smoke
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.shape = TINY if self.smoke else LLAMA
         self.started = time.monotonic()
         self.seconds: float = options.seconds
         self.failures: list[str] = []
@@ -58,6 +59,14 @@ class Run:
         """Seconds of the budget that are left."""
         return self.seconds - (time.monotonic() - self.started)
 
+    def fail(self, name: str, error: Exception) -> None:
+        """Report and count a failure."""
+        self.failures.append(name)
+        self.report["checks"].append({"check": name, "error": f"{type(error).__name__}: {error}"})
+        print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+        if os.environ.get("HFKV_TRACE"):
+            traceback.print_exception(error)
+
     def attempt(self, name: str, part: Callable[[], object]) -> None:
         """Run a part; what it raises is reported and counted, and the next one runs."""
         try:
@@ -65,11 +74,7 @@ class Run:
         except KeyboardInterrupt:
             raise
         except Exception as error:
-            self.failures.append(name)
-            self.report["checks"].append({"check": name, "error": f"{type(error).__name__}: {error}"})
-            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
-            if os.environ.get("HFKV_TRACE"):
-                traceback.print_exc()
+            self.fail(name, error)
         finally:
             if self.device == "cuda":
                 torch.cuda.empty_cache()
@@ -84,9 +89,8 @@ def synchronize() -> None:
 def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
     """Median, least and most seconds of each call, one after the other in every round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, call in calls.items():
-        for _ in range(2):
-            call()
+    for call in calls.values():
+        call()
     for _ in range(repeats):
         for name, call in calls.items():
             times[name].append(_seconds(call))
@@ -147,8 +151,8 @@ def ops_against_reference(run: Run) -> None:
     def one(nbits: int, dtype: torch.dtype, head_dim: int, group_size: int, share: int, queries: int) -> None:
         sizes = {"blocks": 3, "exact": 9 + queries} if run.smoke else {"blocks": 61, "exact": 100 + queries}
         view = make_view(
-            key_nbits=nbits, value_nbits=nbits, head_dim=head_dim, group_size=group_size, dtype=dtype, device=run.device,
-            kv_heads=2, batch=2, **sizes,
+            key_nbits=nbits, value_nbits=nbits, head_dim=head_dim, group_size=group_size, dtype=dtype,
+            device=run.device, kv_heads=2, batch=2, **sizes,
         )  # fmt: skip
         query = torch.randn(2, 2 * share, queries, head_dim).to(run.device, dtype)
         check_attend(kernels, view, query, causal=True)
@@ -210,29 +214,18 @@ def generate_on_device(run: Run) -> None:
 
 
 def conformance(run: Run) -> None:
-    """Run the conformance kit on the device, where this release of the kit is there and fits the time."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--pyargs",
-        "hfkv.testing.contracts",
-    ]
-    command += ["--hfkv-plugin", "kivi"]
+    """Run the conformance kit on the device, as far as the time goes."""
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--pyargs", "hfkv.testing.contracts", "--hfkv-plugin", "kivi"]
     if run.smoke:
         # in the interpreter it takes many minutes: only whether it can be asked for
-        command += ["--collect-only"]
+        arguments += ["--collect-only"]
     # the kit makes its models with torch's default device
     code = f"import sys, torch, pytest; torch.set_default_device({run.device!r}); sys.exit(pytest.main(sys.argv[1:]))"
     limit = max(10.0, min(120.0, run.left() - 60))
     environment = {**os.environ, "HFKV_KERNELS": "triton", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, *command[3:]], capture_output=True, text=True, timeout=limit, env=environment
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=limit, env=environment
         )
     except subprocess.TimeoutExpired:
         run.report["skipped"].append(f"conformance kit: not done after {limit:.0f} s")
@@ -254,9 +247,9 @@ def random_blocks(format: PackedFormat, batch: int, kv_heads: int, tokens: int, 
     return blocks
 
 
-def packed_view(nbits: int, batch: int, tokens: int, device: str) -> KVView:
+def packed_view(nbits: int, batch: int, tokens: int, shape: tuple[int, int, int], device: str) -> KVView:
     """A kivi cache of random numbers with its defaults: packed tokens, sinks and residual."""
-    _, kv_heads, head_dim = LLAMA
+    _, kv_heads, head_dim = shape
     exact = torch.randn(2, batch, kv_heads, SINK + RESIDUAL, head_dim, dtype=torch.bfloat16, device=device)
     packed = tokens - SINK - RESIDUAL
     formats = PackedFormat(nbits, "channel", 32, head_dim), PackedFormat(nbits, "token", 32, head_dim)
@@ -273,17 +266,16 @@ def sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch
     """One decode step of torch's own attention, the query heads of a KV head as its rows, as transformers has it."""
     batch, kv_heads = keys.shape[:2]
     rows = query.reshape(batch, kv_heads, -1, query.shape[-1])
-    return torch.nn.functional.scaled_dot_product_attention(rows, keys, values, scale=SCALE)
+    return torch.nn.functional.scaled_dot_product_attention(rows, keys, values, scale=query.shape[-1] ** -0.5)
 
 
-def quanto_int4(tokens: int, batch: int, device: str) -> list[Any]:
+def quanto_int4(tokens: int, batch: int, shape: tuple[int, int, int], device: str) -> list[Any]:
     """Keys and values as transformers' quantized cache stores them with the backend quanto at 4 bits."""
     from optimum.quanto import MaxOptimizer, qint4, quantize_weight
 
-    shape = (batch, LLAMA[1], tokens, LLAMA[2])
     stored = []
     for _ in range(2):
-        states = torch.randn(shape, dtype=torch.bfloat16, device=device)
+        states = torch.randn(batch, shape[1], tokens, shape[2], dtype=torch.bfloat16, device=device)
         scale, zero = MaxOptimizer()(states, qint4, 0, 64)
         stored.append(quantize_weight(states, qint4, 0, scale, zero, 64))
         del states
@@ -292,7 +284,7 @@ def quanto_int4(tokens: int, batch: int, device: str) -> list[Any]:
 
 def contenders(run: Run, tokens: int, batch: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Yield ``(name, stored bytes, one decode step)``; one that does not fit says so and is left out."""
-    heads, kv_heads, head_dim = LLAMA
+    heads, kv_heads, head_dim = run.shape
     query = torch.randn(batch, heads, 1, head_dim, dtype=torch.bfloat16, device=run.device)
 
     def plain() -> tuple[int, Callable[[], object]]:
@@ -302,11 +294,11 @@ def contenders(run: Run, tokens: int, batch: int) -> Iterator[tuple[str, int, Ca
     def packed(nbits: int) -> tuple[int, Callable[[], object]]:
         from hfkv_triton.kernels import kernels
 
-        view = packed_view(nbits, batch, tokens, run.device)
-        return view_bytes(view), lambda: kernels.attend(query, view, None, SCALE, False)
+        view = packed_view(nbits, batch, tokens, run.shape, run.device)
+        return view_bytes(view), lambda: kernels.attend(query, view, None, head_dim**-0.5, False)
 
     def quanto() -> tuple[int, Callable[[], object]]:
-        stored = quanto_int4(tokens, batch, run.device)
+        stored = quanto_int4(tokens, batch, run.shape, run.device)
         size = sum(tensor_bytes(stored).values())
         return size, lambda: sdpa(query, *(states.dequantize() for states in stored))
 
@@ -314,25 +306,29 @@ def contenders(run: Run, tokens: int, batch: int) -> Iterator[tuple[str, int, Ca
         "sdpa bfloat16": plain,
         "kivi 4 bit": lambda: packed(4),
         "kivi 2 bit": lambda: packed(2),
-        "quanto int4": quanto,
     }
+    if run.device == "cuda":
+        # on the CPU it first compiles an extension, for minutes
+        makers["quanto int4"] = quanto
     for name, make in makers.items():
         try:
             size, call = make()
             call()
             synchronize()
-        except (torch.OutOfMemoryError, ImportError) as error:
-            reason = f"{name}, {tokens} tokens, batch {batch}: {type(error).__name__}"
+        except torch.OutOfMemoryError:
+            reason = f"{name}, {tokens} tokens, batch {batch}: out of memory"
             run.report["skipped"].append(reason)
             print(f"left out: {reason}", flush=True)
-            if run.device == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
+            continue
+        except Exception as error:
+            run.fail(f"decode, {tokens} tokens, batch {batch}, {name}", error)
             continue
         yield name, size, call
 
 
 def decode(run: Run, tokens: int, batch: int) -> None:
-    """Time one decode step of each contender, in turns, and the memory that each step takes on top of what is stored."""
+    """Time a decode step of each contender, in turns, and the memory that it takes beside what is stored."""
     found = list(contenders(run, tokens, batch))
     if not found:
         return
@@ -354,7 +350,8 @@ def decode(run: Run, tokens: int, batch: int) -> None:
         run.report["rows"].append(row)
         faster = "" if plain is None else f"{row['times_faster_than_sdpa']:.2f}x"
         print(
-            f"{tokens:>7} {batch:>5} {name:>14} {row['median_ms']:>9.3f} {row['least_ms']:>8.3f}-{row['most_ms']:<8.3f} "
+            f"{tokens:>7} {batch:>5} {name:>14} {row['median_ms']:>9.3f} "
+            f"{row['least_ms']:>8.3f}-{row['most_ms']:<8.3f} "
             f"{faster:>7} {size / 2**20:>9.1f} {'-' if peak is None else f'{peak / 2**20:.1f}':>9} "
             f"{row['share_of_copy_bandwidth']:>6.0%}",
             flush=True,
@@ -363,10 +360,12 @@ def decode(run: Run, tokens: int, batch: int) -> None:
 
 def decode_all(run: Run) -> None:
     """Every context and batch, the small ones first."""
-    print(f"\none decode step of attention, {LLAMA[0]} query heads, {LLAMA[1]} KV heads, {LLAMA[2]} channels")
     print(
-        f"{'tokens':>7} {'batch':>5} {'':>14} {'median ms':>9} {'least-most':>17} {'faster':>7} {'MiB':>9} {'step MiB':>9} "
-        f"{'share':>6}"
+        f"\none decode step of attention, {run.shape[0]} query heads, {run.shape[1]} KV heads, {run.shape[2]} channels"
+    )
+    print(
+        f"{'tokens':>7} {'batch':>5} {'':>14} {'median ms':>9} {'least-most':>17} {'faster':>7} "
+        f"{'MiB':>9} {'step MiB':>9} {'share':>6}"
     )
     sizes = [(340, 1)] if run.smoke else list(itertools.product((8192, 32768, 131072), (1, 8, 32)))
     for tokens, batch in sorted(sizes, key=lambda size: size[0] * size[1]):

@@ -1,12 +1,12 @@
 """Attention over packed and exact segments, split over the context (flash decoding).
 
-Dao et al., "Flash-Decoding for long-context inference", 2023. A program takes some rows (a row is one query of one of the
-query heads that share a KV head) and a share of either the packed or the exact tokens, tile by tile; `merge` joins the
-shares by their log-sum-exp.
+Dao et al., "Flash-Decoding for long-context inference", 2023. A program takes some rows (a row is one query of one of
+the query heads that share a KV head) and a share of either the packed or the exact tokens, tile by tile; `merge` joins
+the shares by their log-sum-exp.
 
-Scales are applied to the codes, one multiply-add each, and not folded into query and weights as on a CPU: a matrix product
-takes no fewer than 16 rows, and to scale 16 padded rows for each block, with a reduction for the offsets, costs more
-instructions than a multiply-add for each of its 32 tokens.
+Scales are applied to the codes, one multiply-add each, and not folded into query and weights as on a CPU: a matrix
+product takes no fewer than 16 rows, and to scale 16 padded rows for each block, with a reduction for the offsets, costs
+more instructions than a multiply-add for each of its 32 tokens.
 
 KIVI's axes are read as 32-bit words (`load_words`), so a tile has its tokens, or channels, in the order in which they
 lie in the words: attention does not care about the order of tokens, and channels are put right when they are stored.
@@ -182,8 +182,8 @@ def attend(
 ):  # fmt: skip
     """``share`` tiles for one tile of rows; every length is known at run time, every shape at compile time.
 
-    ``SHARED`` query heads share a KV head. ``MASK`` is 0 for none, 1 for a boolean and 2 for an additive one; ``DTYPE`` is
-    that of the operands of matrix products. Where ``WORDS`` is true, the codes are given as 32-bit words, strides too.
+    ``SHARED`` query heads share a KV head. ``MASK`` is 0 for none, 1 for a boolean and 2 for an additive one; ``DTYPE``
+    is that of the operands of matrix products. Where ``WORDS`` is true, codes are 32-bit words, strides too.
     """
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -234,7 +234,8 @@ def attend(
             weights, top, kept = softmax_step(scores, top)
             totals = totals * kept[:, None] + weights
             values = value_tile(
-                value_codes, value_scale, value_offset, value_book, value_codes_block, value_scale_block, tokens, blocks,
+                value_codes, value_scale, value_offset, value_book, value_codes_block, value_scale_block, tokens,
+                blocks,
                 VALUE_DIM, VALUE_PAD, VALUE_BITS, VALUE_CHANNEL, VALUE_GROUP, VALUE_BOOK, VALUE_WORDS, BLOCK, TOKENS,
                 DTYPE,
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """How kernels read packed blocks: bytes to codes, codes to numbers.
 
-A code becomes a float without a conversion, which is slow on GPUs: it is put into the mantissa of a float whose last bits
-count in ones. What that float has in excess, `EXCESS`, is taken away with the group's offset.
+A code becomes a float without a conversion, which is slow on GPUs: it is put into the mantissa of a float whose last
+bits count in ones. What that float has in `excess` is taken away with the group's offset.
 """
 
 from __future__ import annotations

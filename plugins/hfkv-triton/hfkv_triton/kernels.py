@@ -28,7 +28,7 @@ INTERPRETED_PROCESSORS = 1
 PROGRAMS_PER_PROCESSOR = 4
 # tiles of a share: fewer would not be worth the merge
 LEAST_TILES = 2
-# (tokens, warps, stages) of a tile by padded channels, for one step of decoding: 16 rows, the fewest of a matrix product
+# (tokens, warps, stages) of a tile by padded channels, for a step of decoding: the fewest rows of a matrix product
 DECODE_TILES = {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2), 512: (32, 8, 2)}
 # (rows, tokens, warps, stages) for more rows; all that fit the registers of compute capability 8.0 and 9.0
 TILES = {64: (64, 64, 4, 3), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2), 512: (16, 32, 8, 2)}

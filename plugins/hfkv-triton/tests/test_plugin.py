@@ -1,4 +1,4 @@
-"""The plugin in its place: found, light, chosen by the op table, used by every forward of `generate`, compiled for GPUs."""
+"""The plugin in its place: found, light, chosen by the op table, used by `generate`, compiled for GPUs."""
 
 from __future__ import annotations
 
