@@ -97,8 +97,10 @@ def _prepare_config_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
 def _settle_options(generation_config: Any, keywords: Any, passed: Any, model_default: Any) -> None:
     """Let options go with the cache that they were written for: another name, of higher precedence, drops them."""
     if getattr(passed, "is_assistant", False):
-        # a copy of the target model's config: its options are for the target's cache
+        # a copy of the target's config, whose cache is the target's choice; the assistant's is its own model's
         generation_config.cache_config = model_default.cache_config
+        if generation_config.cache_implementation in cache_names():
+            generation_config.cache_implementation = model_default.cache_implementation
         return
     levels = [keywords or {}, *(vars(config) for config in (passed, model_default) if config is not None)]
     for level in levels:
@@ -189,7 +191,7 @@ def _requested(model: Any, generation_config: Any, given: Any) -> tuple[str, dic
         default = get_default(*([] if generation_config.is_assistant else [generation_config]), model.generation_config)
         if default is not None:
             return default[0], {**default[1], **_as_options(options)}, f"generation_config.{KEY}"
-    if options is not None and name not in _READS_CONFIG and not generation_config.is_assistant:
+    if options is not None and name not in _READS_CONFIG:
         used = "the cache that was passed" if given is not None else f"cache_implementation={name!r}"
         raise ValueError(
             f"cache_config={options!r} would be ignored: {used} does not read it. "

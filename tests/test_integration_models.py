@@ -223,40 +223,64 @@ class TestAssisted:
         return target.model, transformers.LlamaForCausalLM(config).eval()
 
     def same_as_alone(self, target, assistant, **asked):
+        """Greedy tokens do not depend on the assistant; the caches of the target, and of the assistant's rounds."""
+        rounds = []
+        prepare = type(assistant)._prepare_cache_for_generation
+
+        def watch(generation_config, model_kwargs, *args):
+            prepare(assistant, generation_config, model_kwargs, *args)
+            rounds.append(model_kwargs[cache_argument(assistant)])
+
+        assistant._prepare_cache_for_generation = watch
         assisted = generate(target, assistant_model=assistant, max_new_tokens=10, **asked)
         alone = generate(target, max_new_tokens=10, **asked)
         assert torch.equal(assisted.sequences, alone.sequences)
-        return assisted.get("cache", assisted.get("past_key_values"))
+        assert len(rounds) > 1
+        # one cache, of the first round
+        assert len({id(cache) for cache in rounds}) == 1
+        return assisted.get("cache", assisted.get("past_key_values")), rounds[0]
 
     def test_kivi_on_the_target(self, tiny):
         target, assistant = self.models(tiny)
         asked = {**ASKED, "cache_config": {**SMALL, "layers": {"2": "dynamic"}}}
-        assert widths(self.same_as_alone(target, assistant, **asked)) == [8, 8, None]
+        of_target, of_assistant = self.same_as_alone(target, assistant, **asked)
+        assert widths(of_target) == [8, 8, None]
+        assert is_plain(of_assistant)
 
     def test_kivi_on_the_assistant(self, tiny):
         target, assistant = self.models(tiny)
         assistant.generation_config.update(**ASKED)
-        assert is_plain(self.same_as_alone(target, assistant))
+        of_target, of_assistant = self.same_as_alone(target, assistant)
+        assert is_plain(of_target)
+        assert widths(of_assistant) == [8]
 
     def test_kivi_on_both(self, tiny):
         target, assistant = self.models(tiny)
         assistant.generation_config.update(cache_implementation="kivi", cache_config={**SMALL, "nbits": 2})
-        assert widths(self.same_as_alone(target, assistant, **ASKED)) == [8, 8, 8]
+        of_target, of_assistant = self.same_as_alone(target, assistant, **ASKED)
+        assert widths(of_target) == [8, 8, 8]
+        assert widths(of_assistant) == [2]
 
     def test_the_default_of_either(self, tiny):
         target, assistant = self.models(tiny)
         hfkv.set_default(target, "kivi", **SMALL, layers={"2": "dynamic"})
-        assert widths(self.same_as_alone(target, assistant)) == [8, 8, None]
+        of_target, of_assistant = self.same_as_alone(target, assistant)
+        assert widths(of_target) == [8, 8, None]
+        assert is_plain(of_assistant)
         hfkv.set_default(target, None)
         hfkv.set_default(assistant, "kivi", **SMALL)
-        assert is_plain(self.same_as_alone(target, assistant))
+        of_target, of_assistant = self.same_as_alone(target, assistant)
+        assert is_plain(of_target)
+        assert widths(of_assistant) == [8]
 
 
 class TestCompile:
     @pytest.fixture(autouse=True)
     def fresh(self):
         torch._dynamo.reset()
-        yield
+        # past the limit dynamo runs the rest uncompiled, and the test would show nothing
+        with torch._dynamo.config.patch(recompile_limit=64):
+            yield
         torch._dynamo.reset()
 
     def test_a_compiled_forward(self):
