@@ -300,7 +300,7 @@ def register(plugin: ModuleType | object, name: str) -> None:
     if record.error is not None:
         manager().unregister(name)
         raise ValueError(f"plugin {name!r}: {record.error}")
-    _names_changed()
+    _tell_those_who_asked()
 
 
 def unregister(name: str) -> None:
@@ -318,11 +318,16 @@ def unregister(name: str) -> None:
             "choose another name, or leave it out with HFKV_PLUGINS"
         )
     manager().unregister(name)
-    _names_changed()
+    _tell_those_who_asked()
 
 
-def _names_changed() -> None:
+def _tell_those_who_asked() -> None:
+    """Bring what was resolved once up to date, where it was."""
     if "hfkv.integration" in sys.modules:
         from . import integration
 
         integration.refresh_names()
+    if "hfkv.kernels" in sys.modules:
+        from . import kernels
+
+        kernels.forget_choices()

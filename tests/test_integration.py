@@ -18,6 +18,7 @@ import hfkv
 from hfkv import registry
 from hfkv.cache import KVLayer
 from hfkv.integration import cache_argument
+from hfkv.kernels.reference import ReferenceKernels
 from hfkv.testing.models import decoder_cache
 
 SMALL = {"nbits": 8, "group_size": 8, "residual_length": 8, "sink_length": 2}
@@ -293,14 +294,19 @@ class PlainLayer(KVLayer):
 
 class TestRegisteredInThisProcess:
     @pytest.fixture
-    def plugin(self, monkeypatch):
-        home = types.ModuleType("my_notebook_layers")
-        home.Layer = PlainLayer
+    def home(self, monkeypatch):
+        """A module that records can name."""
+        home = types.ModuleType("my_notebook")
         monkeypatch.setitem(sys.modules, home.__name__, home)
+        return home
+
+    @pytest.fixture
+    def plugin(self, home):
+        home.Layer = PlainLayer
 
         def make(name):
             plugin = types.ModuleType("cell")
-            spec = hfkv.CacheSpec(name=name, summary="", load="my_notebook_layers:Layer")
+            spec = hfkv.CacheSpec(name=name, summary="", load="my_notebook:Layer")
             plugin.hfkv_caches = hfkv.hookimpl(specname="hfkv_caches")(lambda: [spec])
             return plugin
 
@@ -328,6 +334,33 @@ class TestRegisteredInThisProcess:
         assert type(cache_from(tiny("llama").model, cache_implementation="second-name").layers[0]) is PlainLayer
         with pytest.raises(ValueError, match=r"Invalid `cache_implementation` \(first-name\)"):
             GenerationConfig(cache_implementation="first-name")
+
+    def test_kernels_are_chosen_anew(self, tiny, register, home, monkeypatch):
+        monkeypatch.delenv("HFKV_KERNELS", raising=False)
+        model, calls = tiny("llama").model, []
+
+        class Kernels(ReferenceKernels):
+            name = "mine"
+
+            def attend(self, *args):
+                calls.append(self.name)
+                return super().attend(*args)
+
+        class Plugin:
+            @hfkv.hookimpl
+            def hfkv_kernels(self):
+                yield hfkv.KernelSpec(name="mine", summary="", load="my_notebook:kernels", priority=1000)
+
+        asked = {"cache_implementation": "kivi", "cache_config": SMALL}
+        expected = generate(model, **asked).sequences
+        home.kernels = Kernels()
+        register(Plugin(), "cell")
+        assert torch.equal(generate(model, **asked).sequences, expected)
+        # three steps after the prompt, three layers
+        assert calls == ["mine"] * 9
+        hfkv.unregister("cell")
+        generate(model, **asked)
+        assert len(calls) == 9
 
     def test_a_transformers_name_is_refused(self, plugin):
         with pytest.raises(ValueError, match="'static' is built in"):

@@ -111,6 +111,12 @@ def select(request: Request) -> Kernels:
     raise AssertionError("the reference supports every request")
 
 
+def forget_choices() -> None:
+    """Decide anew: kernels were registered, or taken back."""
+    select.cache_clear()
+    _load.cache_clear()
+
+
 def pack(states: torch.Tensor, format: PackedFormat, quantizer: KVQuantizer) -> PackedBlocks:
     """Quantize whole blocks (`ReferenceKernels.pack`)."""
     request = Request("pack", states.device.type, states.dtype, (format,), quantizer.name)
