@@ -4,7 +4,8 @@ What is patched, and undone by `restore`:
 
 * ``generation.configuration_utils.ALL_CACHE_IMPLEMENTATIONS``: the names that `GenerationConfig.validate` accepts;
 * ``GenerationMixin._prepare_cache_for_generation``: builds the cache that was asked for by name;
-* ``GenerationMixin._prepare_generation_config``: refuses what no cache would read, before anything is computed;
+* ``GenerationMixin._prepare_generation_config``: lets options go with the cache that they were written for, and refuses
+  a model that builds its own cache, before anything is computed;
 * ``GenerationMixin.init_continuous_batching``: refuses options that continuous batching would drop;
 * the attention function ``"sdpa"``: reads packed handles without dequantizing them.
 
@@ -47,10 +48,14 @@ def cache_names() -> tuple[str, ...]:
     return tuple(registry.manager().specs(CacheSpec))
 
 
+def _with_ours(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*names, *cache_names())))
+
+
 def add_names(configuration_utils: ModuleType) -> None:
     """Let `GenerationConfig.validate` accept the registered names."""
     # the STATIC and DYNAMIC tuples route inside generate: they stay as they are
-    patching.replace(configuration_utils, _NAMES, lambda names: tuple(dict.fromkeys((*names, *cache_names()))))
+    patching.replace(configuration_utils, _NAMES, _with_ours)
     for plugin in registry.plugins():
         if plugin.error is not None:
             _logger.warning("hfkv left out the plugin %r: %s", plugin.name, plugin.error)
@@ -60,12 +65,13 @@ def refresh_names() -> None:
     """Accept the names that are registered now, where `add_names` has run."""
     configuration_utils = sys.modules.get(_CONFIGURATION)
     if patching.undo(configuration_utils, _NAMES):
-        patching.replace(configuration_utils, _NAMES, lambda names: tuple(dict.fromkeys((*names, *cache_names()))))
+        patching.replace(configuration_utils, _NAMES, _with_ours)
 
 
 def keep_names_out(diffusion_gemma: ModuleType) -> None:
     """Let DiffusionGemma refuse our names: it copies the tuple of names, and builds transformers' caches only."""
-    names = getattr(diffusion_gemma, _NAMES)
+    # not there in a release that no longer copies it
+    names = getattr(diffusion_gemma, _NAMES, ())
     setattr(diffusion_gemma, _NAMES, tuple(name for name in names if name not in cache_names()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +17,25 @@ from hfkv import registry
 _numbers = itertools.count()
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Let no test depend on how many random numbers the tests before it drew."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture
 def tiny() -> Iterator[Callable[[str], object]]:
-    """Give the tiny model of a family (`hfkv.testing.models`); what a test does to its generation config is undone."""
+    """Give the tiny model of a family (`hfkv.testing.models`); what a test does to its generation config is undone.
+
+    One thread: on sizes like these a second one costs more than it brings.
+    """
+    import torch
+
     from hfkv.testing.models import load
 
-    touched = {}
+    touched, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)
 
     def give(family: str = "llama", attention: str = "sdpa") -> object:
         model = load(family, attention)
@@ -29,6 +43,7 @@ def tiny() -> Iterator[Callable[[str], object]]:
         return model
 
     yield give
+    torch.set_num_threads(threads)
     for model, generation_config in touched.values():
         model.generation_config = generation_config
 
