@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -172,6 +173,42 @@ def test_cache_is_parsed():
     assert parse_cache("kivi", ["layers={'0': 'dynamic'}"]).options == {"layers": {"0": "dynamic"}}
     assert parse_cache("kivi:nbits=2").label == "kivi nbits=2"
     assert PLAIN.label == "plain"
+
+
+def test_values_of_a_cache_are_json_or_python():
+    assert parse_cache('kivi:layers={"0": {"nbits": 8, "group_size": 64}, "-1": "dynamic"},nbits=2').options == {
+        "layers": {"0": {"nbits": 8, "group_size": 64}, "-1": "dynamic"},
+        "nbits": 2,
+    }
+    found = parse_cache("any: flag=true, other=False, none=null, text=a b, quoted='x,y', list=[1, 2]").options
+    assert found == {"flag": True, "other": False, "none": None, "text": "a b", "quoted": "x,y", "list": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (":nbits=2", "names no cache; write NAME"),
+        ("kivi:nbits", "'nbits' is not of the form key=value"),
+        ("kivi:layers={0: ", "layers={0: is not JSON; write lists and dicts as"),
+        ("none.json", "'none.json': no such file. Fix"),
+    ],
+)
+def test_cache_of_another_form_is_refused_with_the_fix(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_cache(text)
+
+
+def test_cache_is_read_from_a_file_as_generate_takes_it(tmp_path):
+    path = tmp_path / "tuned.json"
+    path.write_text('{"cache_implementation": "kivi", "cache_config": {"nbits": 2}}')
+    assert parse_cache(str(path)) == Setting("kivi", {"nbits": 2}, "tuned")
+    assert parse_cache(str(path)).label == "tuned"
+    path.write_text('{"cache_config": {"nbits": 2}}')
+    with pytest.raises(ValueError, match=r"names no cache\. Fix: write it as"):
+        parse_cache(str(path))
+    path.write_text("nbits=2")
+    with pytest.raises(ValueError, match="is not JSON"):
+        parse_cache(str(path))
 
 
 def test_quality_against_itself_is_perfect(model):

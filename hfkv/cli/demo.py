@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,20 +12,11 @@ import typer
 
 from .. import registry
 from ..specs import CacheSpec
-from .models import DEFAULT
+from .models import DEFAULT, DType
 from .settings import PLAIN, Setting, parse_cache
 
 CACHES = ("kivi:nbits=4", "kivi:nbits=2")
 PROMPT_TOKENS = 2100
-
-
-class DType(StrEnum):
-    """What ``--dtype`` takes."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    AUTO = "auto"
 
 
 def main(

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from .packaged import PACKAGED, PackagedModel, check_gguf_reader, converted
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
 HUB_TIMEOUT = 5.0
 
 DEFAULT = PACKAGED[0].hub
+
+
+class DType(StrEnum):
+    """What ``--dtype`` takes."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""Caches as they are written on the command line: ``NAME`` or ``NAME:key=value,key=value``."""
+"""Caches as they are written on the command line: ``NAME``, ``NAME:key=value,key=value`` or a JSON file."""
 
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
@@ -27,14 +29,19 @@ class Setting:
         The ``cache_implementation``; ``"dynamic"`` is transformers' plain cache.
     options
         The ``cache_config``.
+    title
+        What a table calls it, in place of its name and options.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    title: str = ""
 
     @property
     def label(self) -> str:
         """What a table calls it."""
+        if self.title:
+            return self.title
         name = "plain" if self.name == PLAIN.name else self.name
         return " ".join([name, *(f"{key}={value}" for key, value in self.options.items())])
 
@@ -85,24 +92,74 @@ PLAIN = Setting("dynamic")
 def parse_cache(text: str, shared: Iterable[str] = ()) -> Setting:
     """``NAME:key=value,key=value`` with the ``key=value`` texts that all caches share; its own come first.
 
+    A file ``NAME.json`` is what `generate` takes: ``{"cache_implementation": ..., "cache_config": {...}}``.
+
     Raises
     ------
     ValueError
         Not of this form.
     """
-    name, _, own = text.partition(":")
-    if not name:
-        raise ValueError(f"{text!r} names no cache; write NAME or NAME:key=value,key=value")
-    options = dict(parse_option(part) for part in own.split(",") if part)
-    return Setting(name, dict(parse_option(part) for part in shared) | options)
+    if text.endswith(".json"):
+        setting = _read(Path(text))
+        name, options, title = setting.name, setting.options, setting.title
+    else:
+        name, _, own = text.partition(":")
+        if not name:
+            raise ValueError(f"{text!r} names no cache; write NAME or NAME:key=value,key=value")
+        options, title = dict(parse_option(part) for part in _split(own) if part), ""
+    return Setting(name.strip(), dict(parse_option(part) for part in shared) | options, title)
+
+
+def _read(path: Path) -> Setting:
+    """The cache that a JSON file names, called by the file's name."""
+    form = '{"cache_implementation": "kivi", "cache_config": {"nbits": 4}}'
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{str(path)!r}: there is no such file. Fix: write NAME:key=value, or an existing file"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}. Fix: write it as {form}") from error
+    name = content.get("cache_implementation") if isinstance(content, dict) else None
+    options = content.get("cache_config") or {} if isinstance(content, dict) else {}
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise ValueError(f"{str(path)!r} names no cache. Fix: write it as {form}")
+    return Setting(name, options, path.stem)
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that stand in no bracket and no quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        depth += (character in "([{") - (character in ")]}") if not quote else 0
+        if character == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """``key=value``; the value is a Python literal, or else a string."""
-    key, equals, value = text.partition("=")
+    """``key=value``; the value is JSON or a Python literal, or else a string.
+
+    Raises
+    ------
+    ValueError
+        Not of this form, or a bracket that is not closed.
+    """
+    key, equals, value = (part.strip() for part in text.partition("="))
     if not (key and equals):
         raise ValueError(f"{text!r} is not of the form key=value")
-    try:
-        return key.strip(), ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key.strip(), value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return key, read(value)
+        except (ValueError, SyntaxError):
+            continue
+    if value[:1] in tuple("[{("):
+        raise ValueError(f'{key}={value} is not JSON; write lists and dicts as [1, 2] and {{"0": "dynamic"}}')
+    return key, value

@@ -1,0 +1,1 @@
+"""hfkv's laboratory: what a technique buys and costs on your model, before you trust it."""
