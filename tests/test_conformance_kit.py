@@ -42,7 +42,15 @@ class ProvidesQuantizer:
 
     @hfkv.hookimpl
     def hfkv_kv_quantizers(self):
-        yield hfkv.KVQuantizerSpec(name="other", summary="a quantizer", load="other:Quantizer")
+        yield hfkv.KVQuantizerSpec(name="other", summary="a quantizer", load="other:Quantizer", nbits=(2, 8))
+
+
+class ProvidesKernels:
+    """A plugin that has nothing that there are contracts for."""
+
+    @hfkv.hookimpl
+    def hfkv_kernels(self):
+        yield hfkv.KernelSpec(name="fast", summary="kernels", load="fast:kernels")
 
 
 def test_plugin_costs_other_runs_neither_torch_nor_transformers(tmp_path):
@@ -75,12 +83,12 @@ def test_plugins_and_caches_limit_the_selection(register):
 
 def test_what_cannot_be_selected_is_named_with_the_choices(register):
     register(Provides(requires=("surely-not-installed>=1",)), "third")
-    register(ProvidesQuantizer(), "fourth")
+    register(ProvidesKernels(), "fourth")
     with pytest.raises(
         ValueError, match=r"--hfkv-plugin 'kivvi' is not installed\. Choose from: .*kivi.* Did you mean 'kivi'"
     ):
         cases.select(["kivvi"])
-    with pytest.raises(ValueError, match="'fourth' provides no cache"):
+    with pytest.raises(ValueError, match="'fourth' provides no cache and no quantizer"):
         cases.select(["fourth"])
     with pytest.raises(
         ValueError, match=r"--hfkv-cache 'kivvi' is not known\. Choose from: .*kivi.* Did you mean 'kivi'"
@@ -90,6 +98,22 @@ def test_what_cannot_be_selected_is_named_with_the_choices(register):
         cases.select(caches=["kivi:nbits"])
     with pytest.raises(ImportError, match=r"surely-not-installed>=1 \(not installed\)"):
         cases.select(["third"])
+
+
+def test_quantizers_are_selected_by_plugin_at_each_of_their_widths(register):
+    register(ProvidesQuantizer(), "third")
+    assert [case.label for case in cases.select_quantizers(["third"])] == ["other-2", "other-8"]
+    assert {"rtn-4", "other-2"} <= {case.label for case in cases.select_quantizers()}
+    assert cases.select(["third"]) == []
+
+
+def test_plugin_without_a_cache_runs_only_the_contracts_of_quantizers(tmp_path):
+    contracts = ("--pyargs", "hfkv.testing.contracts", "--collect-only", "-q", "--hfkv-plugin", "hqq")
+    done = run(*contracts, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = re.findall(r"(\w+)\.py::test_\w+\[(.+)\]", done.stdout)
+    assert {module for module, _ in collected} == {"test_quantizers"}
+    assert {re.search(r"hqq-\d", name)[0] for _, name in collected} == {"hqq-2", "hqq-3", "hqq-4", "hqq-8"}
 
 
 def test_broken_plugin_is_named_with_its_error(install, monkeypatch):
@@ -128,6 +152,7 @@ def test_contracts_are_collected_for_what_was_asked_for(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     ids = re.findall(r"::test_\w+\[(.+)\]", done.stdout)
     assert len(ids) > 300
+    # who names a cache wants that cache tested: no quantizers
     assert {name.partition("-")[0] for name in ids} == {"kivi:nbits=3"}
 
 

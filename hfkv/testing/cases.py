@@ -1,4 +1,4 @@
-"""What the contracts run over: one installed cache with its options. Imports neither torch nor transformers."""
+"""What the contracts run over: installed caches and quantizers. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
-from ..specs import CacheSpec
+from ..specs import CacheSpec, KVQuantizerSpec, Spec
 
 if TYPE_CHECKING:
     from ..cache.cache import HFKVCache
     from ..cache.layer import KVLayer
+    from ..cache.quantizer import KVQuantizer
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,36 @@ class CacheCase:
         return make_cache(self.spec.name, model, **{**self.options, **options})
 
 
+@dataclass(frozen=True)
+class QuantizerCase:
+    """One KV quantizer of the matrix, at one of the widths that it declares.
+
+    Attributes
+    ----------
+    spec
+        The quantizer's record.
+    nbits
+        The width.
+    """
+
+    spec: KVQuantizerSpec
+    nbits: int
+
+    @property
+    def label(self) -> str:
+        """What it is called in test ids and messages."""
+        return f"{self.spec.name}-{self.nbits}"
+
+    def make(self) -> KVQuantizer:
+        """The quantizer, as a cache gets it."""
+        quantizer: KVQuantizer = registry.find(KVQuantizerSpec, self.spec.name, "backend")()
+        return quantizer
+
+
+# what contracts are written about
+TESTED: tuple[type[Spec], ...] = (CacheSpec, KVQuantizerSpec)
+
+
 def select(plugins: Iterable[str] = (), caches: Iterable[str] = ()) -> list[CacheCase]:
     """The caches to test, by plugin and name.
 
@@ -66,20 +97,12 @@ def select(plugins: Iterable[str] = (), caches: Iterable[str] = ()) -> list[Cach
     Raises
     ------
     ValueError
-        A plugin or cache that is not there, is broken, or provides no cache.
+        A plugin or cache that is not there, is broken, or provides nothing that there are contracts for.
+    ImportError
+        A requirement of a cache that was asked for is not installed.
     """
     manager = registry.manager()
-    found = {plugin.name: plugin for plugin in manager.plugins()}
-    for name in plugins:
-        if name not in found:
-            choices = ", ".join(sorted(found)) or "none is installed"
-            hint = registry.closest(name, found)
-            raise ValueError(f"--hfkv-plugin {name!r} is not installed. Choose from: {choices}.{hint}")
-        if found[name].error is not None:
-            raise ValueError(f"--hfkv-plugin {name!r} is broken: {found[name].error}")
-        if not any(isinstance(spec, CacheSpec) for spec in found[name].specs):
-            raise ValueError(f"--hfkv-plugin {name!r} provides no cache, and the contracts are about caches")
-    wanted = set(plugins) or set(found)
+    wanted = _wanted(plugins)
     cases = [
         CacheCase(spec, manager.owner(spec), dict(spec.contract_options), spec.name)
         for spec in manager.specs(CacheSpec).values()
@@ -92,6 +115,34 @@ def select(plugins: Iterable[str] = (), caches: Iterable[str] = ()) -> list[Cach
         for case in cases:
             manager.find(CacheSpec, case.spec.name, "cache")
     return cases
+
+
+def select_quantizers(plugins: Iterable[str] = ()) -> list[QuantizerCase]:
+    """The KV quantizers to test, by plugin (none means all), at each width that they declare; errors as in `select`."""
+    manager = registry.manager()
+    wanted = _wanted(plugins)
+    specs = [spec for spec in manager.specs(KVQuantizerSpec).values() if manager.owner(spec) in wanted]
+    if plugins:
+        for spec in specs:
+            manager.find(KVQuantizerSpec, spec.name, "backend")
+    return [QuantizerCase(spec, nbits) for spec in specs for nbits in spec.nbits]
+
+
+def _wanted(plugins: Iterable[str]) -> set[str]:
+    """The plugins to test; all where none is named."""
+    found = {plugin.name: plugin for plugin in registry.manager().plugins()}
+    for name in plugins:
+        if name not in found:
+            choices = ", ".join(sorted(found)) or "none is installed"
+            hint = registry.closest(name, found)
+            raise ValueError(f"--hfkv-plugin {name!r} is not installed. Choose from: {choices}.{hint}")
+        if found[name].error is not None:
+            raise ValueError(f"--hfkv-plugin {name!r} is broken: {found[name].error}")
+        if not any(isinstance(spec, TESTED) for spec in found[name].specs):
+            raise ValueError(
+                f"--hfkv-plugin {name!r} provides no cache and no quantizer, which is what the contracts are about"
+            )
+    return set(plugins) or set(found)
 
 
 def _named(text: str, cases: Mapping[str, CacheCase]) -> CacheCase:

@@ -1,9 +1,11 @@
-"""The pytest plugin: parametrises every test that takes ``hfkv_case`` over the installed caches.
+"""The pytest plugin: runs every test that takes ``hfkv_case`` or ``hfkv_quantizer`` over what is installed.
 
 Imports neither torch nor transformers, and costs a test run without such tests nothing.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,9 @@ from . import cases
 
 # the contracts are rewritten where they are collected; here, where they are called by others, and their helpers
 pytest.register_assert_rewrite("hfkv.testing.contracts", "hfkv.testing.models", "hfkv.testing.oracle")
+
+# what a test takes to be run over what is installed
+FIXTURES = {"hfkv_case", "hfkv_quantizer"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="test only the caches of this plugin (as `hfkv list` names it); may be given several times",
+        help="test only what this plugin (as `hfkv list` names it) provides; may be given several times",
     )
     group.addoption(
         "--hfkv-cache",
@@ -40,23 +45,42 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes ``hfkv_case`` once for each cache."""
-    if "hfkv_case" not in metafunc.fixturenames:
-        return
-    parameters = [pytest.param(case, id=case.label, marks=_reason_to_skip(case)) for case in _selected(metafunc.config)]
-    metafunc.parametrize("hfkv_case", parameters)
+    """Run a test that takes ``hfkv_case`` once for each cache, one that takes ``hfkv_quantizer`` for each quantizer."""
+    for fixture in FIXTURES.intersection(metafunc.fixturenames):
+        cases = _selected(metafunc.config, fixture)
+        # None marks a test that `pytest_collection_modifyitems` takes out again
+        parameters = [pytest.param(case, id=case.label, marks=_reason_to_skip(case)) for case in cases]
+        metafunc.parametrize(fixture, parameters or [pytest.param(None, id="none")])
 
 
-def _selected(config: pytest.Config) -> list[cases.CacheCase]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out contracts about what no selected plugin provides."""
+    left_out = [item for item in items if _about_nothing(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _about_nothing(item)]
+
+
+def _about_nothing(item: pytest.Item) -> bool:
+    call = getattr(item, "callspec", None)
+    return call is not None and any(call.params.get(fixture, item) is None for fixture in FIXTURES)
+
+
+def _selected(config: pytest.Config, fixture: str = "hfkv_case") -> list[Any]:
+    plugins, caches = config.getoption("--hfkv-plugin"), config.getoption("--hfkv-cache")
     try:
-        found = cases.select(config.getoption("--hfkv-plugin"), config.getoption("--hfkv-cache"))
+        if fixture == "hfkv_case":
+            found: list[Any] = cases.select(plugins, caches)
+        else:
+            # who names a cache wants that cache tested
+            found = [] if caches else cases.select_quantizers(plugins)
     except (ValueError, ImportError) as error:
         raise pytest.UsageError(str(error)) from error
-    if not found:
+    if fixture == "hfkv_case" and not found and not plugins:
         raise pytest.UsageError("no installed plugin provides a cache: see `hfkv list`")
     return found
 
 
-def _reason_to_skip(case: cases.CacheCase) -> list[pytest.MarkDecorator]:
+def _reason_to_skip(case: cases.CacheCase | cases.QuantizerCase) -> list[pytest.MarkDecorator]:
     problems = registry.unmet(case.spec)
     return [pytest.mark.skip(reason=f"{case.spec.name} needs {'; '.join(problems)}")] if problems else []
