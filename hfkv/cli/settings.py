@@ -116,9 +116,7 @@ def _read(path: Path) -> Setting:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(
-            f"{str(path)!r}: there is no such file. Fix: write NAME:key=value, or an existing file"
-        ) from None
+        raise ValueError(f"{str(path)!r}: no such file. Fix: name one that is there, or write NAME:key=value") from None
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}. Fix: write it as {form}") from error
     name = content.get("cache_implementation") if isinstance(content, dict) else None

@@ -108,7 +108,7 @@ def test_terminal_shows_tables_and_json_shows_data(capsys):
     output.finish(Console(file=target, width=60), PAGE, as_json=False, report=None)
     lines = target.getvalue().splitlines()
     assert "device: cpu" in lines
-    assert any(re.fullmatch(r"plain \[x\]  1,024     1x\s*", line) for line in lines), lines
+    assert any(re.fullmatch(r"plain \[x\]  1,024   1\.0x\s*", line) for line in lines), lines
     assert any(re.fullmatch(r"kivi         128   8\.0x\s*", line) for line in lines), lines
     assert "a note" in lines
     output.finish(Console(file=target), PAGE, as_json=True, report=None)
