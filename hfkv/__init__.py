@@ -1,4 +1,4 @@
-"""hfkv: KV caches, quantizers and kernels as plugins for plain Hugging Face ``model.generate``.
+"""hfkv: KV caches, quantizers, kernels and assistants as plugins for plain Hugging Face ``model.generate``.
 
 Importing it activates it (unless ``HFKV_AUTOLOAD=0``) and imports neither torch nor transformers.
 """
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .specs import SubcommandSpec as SubcommandSpec
     from .specs import TrainerSpec as TrainerSpec
     from .specs import WeightQuantizerSpec as WeightQuantizerSpec
+    from .speculation.door import assistant as assistant
+    from .speculation.stats import stats as stats
 
 __version__ = "0.1.0"
 
@@ -40,6 +42,8 @@ _HOME = {
     "memory": "cache.memory",
     "MemoryReport": "cache.memory",
     "set_default": "defaults",
+    "assistant": "speculation.door",
+    "stats": "speculation.stats",
     "hookimpl": "hookspecs",
     "plugins": "registry",
     "register": "registry",

@@ -82,7 +82,7 @@ def hfkv_assistants() -> Iterable[AssistantSpec]:
 
     Example::
 
-        yield AssistantSpec(name="self-kv", summary="...", load="hfkv_speculative.self_kv:assistant")
+        yield AssistantSpec(name="self-kv", summary="...", load="hfkv_speculative.self_kv:SelfKVDrafter")
     """
 
 

@@ -1,4 +1,4 @@
-"""The only module that touches transformers' internals; every difference between its versions lives here.
+"""What touches transformers' internals, with `decoding`; every difference between its versions lives in these two.
 
 What is patched, and undone by `restore`:
 
@@ -7,6 +7,9 @@ What is patched, and undone by `restore`:
 * ``GenerationMixin._prepare_generation_config``: lets options go with the cache that they were written for, and refuses
   a model that builds its own cache, before anything is computed;
 * ``GenerationMixin.init_continuous_batching``: refuses options that continuous batching would drop;
+* ``GenerationMixin._extract_generation_mode_kwargs``: hands streamer and tokenizer to an assistant's decoding loop;
+  `generate` drops them where ``custom_generate`` is a function;
+* ``GenerationMixin._sample``: decodes with a model's default assistant;
 * the attention function ``"sdpa"``: reads packed handles without dequantizing them.
 
 DiffusionGemma's copy of the names is put back (`keep_names_out`): it builds its own caches.
@@ -22,7 +25,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import attention, autoload, patching, registry
+from . import attention, autoload, decoding, patching, registry
+from .decoding import cache_argument as cache_argument
 from .defaults import KEY, get_default
 from .specs import CacheSpec
 
@@ -81,6 +85,8 @@ def wrap_generation(utils: ModuleType) -> None:
     patching.replace(mixin, "_prepare_cache_for_generation", _prepare_cache_wrapper)
     patching.replace(mixin, "_prepare_generation_config", _prepare_config_wrapper)
     patching.replace(mixin, "init_continuous_batching", _continuous_batching_wrapper)
+    patching.replace(mixin, "_extract_generation_mode_kwargs", decoding.mode_arguments_wrapper)
+    patching.replace(mixin, "_sample", decoding.sample_wrapper)
 
 
 def _prepare_config_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,16 +244,6 @@ def _token_mask(model: Any, model_kwargs: dict[str, Any]) -> torch.Tensor | None
         "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
     )
     return mask
-
-
-def cache_argument(model: Any) -> str:
-    """What the model's forward calls its cache: ``"cache"`` since transformers 5.24, ``"past_key_values"`` before."""
-    # a forward that was wrapped may name neither: then what `generate` itself calls it
-    for function in (model.forward, model.prepare_inputs_for_generation):
-        for name in ("cache", "past_key_values"):
-            if name in inspect.signature(function).parameters:
-                return name
-    return "cache"
 
 
 def _continuous_batching_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

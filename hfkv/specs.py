@@ -108,7 +108,15 @@ class WeightQuantizerSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantSpec(Spec):
-    """A speculative assistant; ``load`` names a callable ``(model, **options) -> generate keywords``."""
+    """A speculative assistant; ``load`` names a subclass of `hfkv.speculation.Drafter`.
+
+    Parameters
+    ----------
+    contract_options
+        Options that the conformance kit builds the assistant with, so that it drafts on tiny random models.
+    """
+
+    contract_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

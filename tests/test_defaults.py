@@ -90,7 +90,7 @@ def test_a_model_without_generate(tiny):
 def test_a_default_that_was_edited_by_hand(tiny, stored):
     model = tiny("llama").model
     model.generation_config.hfkv = stored
-    with pytest.raises(ValueError, match=r"generation_config\.hfkv=.* names no cache\. Fix: hfkv\.set_default"):
+    with pytest.raises(ValueError, match=r"generation_config\.hfkv=.* names no cache and no assistant\. Fix: "):
         cache_from(model)
 
 

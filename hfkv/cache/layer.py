@@ -56,6 +56,7 @@ class KVLayer(CacheLayerMixin):
         self.technique = context.technique
         self.padding = context.padding
         self.is_initialized = False
+        self.record_past = False
 
     @abstractmethod
     def update(
@@ -82,6 +83,18 @@ class KVLayer(CacheLayerMixin):
     def move(self, device: torch.device) -> None:
         """Move everything that is stored to a device."""
         raise NotImplementedError(f"the cache {self.technique!r} cannot offload: it stays on its device")
+
+    def activate_past_recording(self) -> None:
+        """From now on a crop follows each forward: what crops cannot undo may wait for it."""
+        self.record_past = True
+
+    def steps_ahead(self) -> int | None:
+        """How many tokens one forward may give so that each sees what it would alone; None: any number.
+
+        A layer that compresses as it grows changes what older tokens look like. Speculation that gives no more than
+        this at once decodes what one token at a time does.
+        """
+        return None
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]

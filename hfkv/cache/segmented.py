@@ -21,6 +21,9 @@ class SegmentedLayer(KVLayer):
     The exact tokens (sink, then residual) share one tensor with room for one block more than the residual, so a
     decode step writes one token in place, and every ``block_length`` steps one block is packed.
 
+    While past is recorded (assisted decoding), packing waits for the crop that follows each forward, so that drafts
+    which are rejected are never packed.
+
     Subclasses say how keys and values are packed with `key_format`, `value_format` and `make_quantizer`.
     """
 
@@ -51,6 +54,7 @@ class SegmentedLayer(KVLayer):
         self._exact_length = 0
         self._packed: tuple[PackedStore, PackedStore] | None = None
         self._order: torch.Tensor | None = None
+        self._unsettled = False
         self.is_initialized = False
 
     @property
@@ -75,6 +79,11 @@ class SegmentedLayer(KVLayer):
 
         What is returned shows the current tokens in full precision, however many were packed.
         """
+        if self._unsettled:
+            # no crop came after the last forward: its tokens stay
+            self._settle()
+        # a prompt is packed at once: layer by layer, one is alive in full precision
+        waits = self.record_past and self.get_seq_length() > 0
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if torch.is_grad_enabled() and key_states.requires_grad:
@@ -87,7 +96,9 @@ class SegmentedLayer(KVLayer):
         else:
             self._append(key_states, value_states)
             result = self._attended()
-        self._settle()
+        self._unsettled = waits
+        if not waits:
+            self._settle()
         return result
 
     def _differentiable(
@@ -114,8 +125,13 @@ class SegmentedLayer(KVLayer):
             self._exact = torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
         self._exact_length = length
 
+    def steps_ahead(self) -> int | None:
+        """Tokens until the next block is packed."""
+        return max(1, self._room - self._exact_length)
+
     def _settle(self) -> None:
         """Pack what has left the residual, and hold the rest in buffers of our own."""
+        self._unsettled = False
         assert self._exact is not None
         if self._pack() or self._exact[0].shape[2] == self._room:
             return
@@ -189,8 +205,12 @@ class SegmentedLayer(KVLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens; exact within the residual, else the block that is cut is unpacked."""
         remove = min(check_crop(tokens_to_remove), self.get_seq_length())
-        if remove == 0:
-            return
+        if remove > 0:
+            self._remove(remove)
+        if self._unsettled and self._exact is not None:
+            self._settle()
+
+    def _remove(self, remove: int) -> None:
         length = self.get_seq_length() - remove
         if length == 0:
             self._clear()

@@ -1,0 +1,185 @@
+"""What a decoding loop of ours needs of transformers' internals; with `integration`, all that touches them.
+
+It is for `hfkv.speculation`: how `generate` hands over, what a forward is given, what comes back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .defaults import get_default_assistant
+
+if TYPE_CHECKING:
+    import torch
+
+
+def cache_argument(model: Any) -> str:
+    """What the model's forward calls its cache: ``"cache"`` since transformers 5.24, ``"past_key_values"`` before."""
+    # a forward that was wrapped may name neither: then what `generate` itself calls it
+    for function in (model.forward, model.prepare_inputs_for_generation):
+        for name in ("cache", "past_key_values"):
+            if name in inspect.signature(function).parameters:
+                return name
+    return "cache"
+
+
+def mode_arguments_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_extract_generation_mode_kwargs``: `generate` drops the streamer and the tokenizer of a custom function."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _extract_generation_mode_kwargs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not getattr(given["custom_generate"], "takes_mode_arguments", False):
+            return original(self, *args, **kwargs)
+        if given["assistant_model"] is not None:
+            raise ValueError(
+                "assistant_model beside hfkv.assistant(...): one of them can draft. "
+                'A draft model is hfkv.assistant("model", model, assistant_model=...)'
+            )
+        wanted = {
+            "tokenizer": given["kwargs"].get("tokenizer"),
+            "streamer": given["streamer"],
+            "synced_gpus": given["synced_gpus"],
+        }
+        found = original(self, *args, **kwargs)
+        return found | {name: value for name, value in wanted.items() if value is not None}
+
+    return _extract_generation_mode_kwargs
+
+
+def sample_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_sample``, greedy search included: decodes with the model's default assistant, where it has one."""
+
+    @functools.wraps(original)
+    def _sample(
+        self: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        stored = None
+        # an assistant of transformers' own generates too
+        if not generation_config.is_assistant and generation_config.use_cache is not False and not args:
+            stored = get_default_assistant(generation_config, self.generation_config)
+        if stored is None:
+            return original(self, *arguments, *args, **kwargs)
+        from .speculation.door import default_assistant
+
+        return default_assistant(self, stored)(
+            self,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            **kwargs,
+        )
+
+    return _sample
+
+
+def check(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], name: str) -> Any:
+    """The cache of a call that can be decoded speculatively.
+
+    Raises
+    ------
+    ValueError
+        The call asks for another decoding method, or for no cache.
+    NotImplementedError
+        The cache cannot take tokens back, or the call asks for outputs that the loop does not collect.
+    """
+    # with a custom function, transformers looks at none of these
+    for option, plain in (("num_beams", 1), ("prompt_lookup_num_tokens", None), ("assistant_early_exit", None)):
+        value = getattr(generation_config, option, None)
+        if value not in (plain, None):
+            raise ValueError(
+                f"{option}={value!r} asks for another way to decode than the assistant {name!r}: leave one of them out"
+            )
+    for option in ("output_attentions", "output_hidden_states"):
+        if getattr(generation_config, option) and generation_config.return_dict_in_generate:
+            raise NotImplementedError(f"{option}=True is not supported with the assistant {name!r}: generate without")
+    cache = model_kwargs.get(cache_argument(model))
+    if generation_config.use_cache is False or cache is None:
+        raise ValueError(f"the assistant {name!r} needs a cache: use_cache must not be False")
+    if getattr(model, "_is_stateful", False):
+        raise NotImplementedError(f"{type(model).__name__} keeps a state that cannot be taken back, as drafts must be")
+    for layer in decoder_layers(cache):
+        if not layer.is_croppable and not hasattr(layer, "record_past"):
+            what = getattr(layer, "technique", type(layer).__name__)
+            raise NotImplementedError(
+                f"the cache {what!r} cannot crop, and the assistant {name!r} takes rejected tokens back. "
+                "Generate without it, or choose another cache"
+            )
+    return cache
+
+
+def decoder_layers(cache: Any) -> list[Any]:
+    """The layers of the decoder's own cache."""
+    layers: list[Any] = getattr(cache, "self_attention_cache", cache).layers
+    return layers
+
+
+def record_past(cache: Any) -> None:
+    """Let layers that forget (sliding windows) and that pack wait for the crop after each forward."""
+    cache.activate_past_recording()
+
+
+def forget_past(cache: Any) -> None:
+    """Undo `record_past`: who goes on with the cache may not crop."""
+    for layer in decoder_layers(cache):
+        if getattr(layer, "record_past", False):
+            layer.record_past = False
+
+
+def steps_ahead(cache: Any) -> int | None:
+    """How many tokens a forward may give so that each sees what it would alone; None: any number."""
+    limits = [layer.steps_ahead() for layer in decoder_layers(cache) if hasattr(layer, "steps_ahead")]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def positions(model: Any, kwargs: Mapping[str, Any], columns: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """Mask and positions of the columns from ``start`` to ``stop``, for another model's forward.
+
+    ``kwargs`` are the target's, of ``columns`` columns; further ones are real tokens.
+    """
+    import torch
+
+    result = {}
+    mask = kwargs.get("attention_mask")
+    further = max(0, stop - columns)
+    if mask is not None:
+        # the target's cache may hold tokens from before this call: those of this call are the newest
+        mask = torch.nn.functional.pad(mask[:, -columns:], (0, further), value=1)[:, :stop]
+        result["attention_mask"] = mask
+    ids = kwargs.get("position_ids")
+    if ids is not None and ids.ndim == 2 and "position_ids" in inspect.signature(model.forward).parameters:
+        after = ids[:, -1:] + torch.arange(1, further + 1, device=ids.device)
+        result["position_ids"] = torch.cat([ids[:, -columns:], after], dim=1)[:, start:stop]
+    return result
+
+
+def last_logits(model: Any) -> dict[str, int]:
+    """The keyword that lets a forward compute the last token's logits only, where the model has it."""
+    return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+
+def generate_output(model: Any, generation_config: Any, sequences: Any, scores: Any, logits: Any, cache: Any) -> Any:
+    """What `generate` returns."""
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    from transformers.generation import utils
+
+    kind = utils.GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else utils.GenerateDecoderOnlyOutput
+    return kind(
+        sequences=sequences,
+        scores=scores if generation_config.output_scores else None,
+        logits=logits if generation_config.output_logits else None,
+        **{cache_argument(model): cache},
+    )

@@ -1,0 +1,18 @@
+"""Speculative decoding: one loop, and what an assistant is built from."""
+
+from .control import SCHEDULES, DraftLength
+from .drafter import AssistantOptions, Block, Call, Draft, Drafter
+from .rollout import RolloutDrafter
+from .stats import Stats
+
+__all__ = [
+    "SCHEDULES",
+    "AssistantOptions",
+    "Block",
+    "Call",
+    "Draft",
+    "DraftLength",
+    "Drafter",
+    "RolloutDrafter",
+    "Stats",
+]

@@ -1,0 +1,77 @@
+"""Drafting with a causal language model: token by token, all rows of the batch at once, from a cache of its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from .. import decoding
+from .drafter import Block, Call, Draft, Drafter
+
+
+class RolloutDrafter(Drafter):
+    """Lets a model continue what is known.
+
+    The model and the cache come from `draft_model` and `draft_cache`. The cache is brought up to date at the start of
+    each draft: what the target rejected is cropped, what it added is given in one forward.
+    """
+
+    def __init__(self, call: Call, options: Any, resources: Any) -> None:
+        super().__init__(call, options, resources)
+        self.model = self.draft_model()
+        self.cache = self.draft_cache()
+        self.cache_argument = decoding.cache_argument(self.model)
+        # columns of `Block.ids` that the draft cache holds
+        self.fed = 0
+
+    @abstractmethod
+    def draft_model(self) -> Any:
+        """The model that drafts."""
+
+    @abstractmethod
+    def draft_cache(self) -> Any:
+        """The cache that it drafts from."""
+
+    def propose(self, block: Block) -> Draft:
+        """Continue each row, greedily or with the target's own noise; known tokens of a row that is ahead are fed."""
+        self.rewind(block)
+        known = torch.tensor(block.known, device=block.ids.device)
+        column = block.cached + 1
+        # the longest draft of a row is that of the one furthest behind
+        last = block.cached + block.width
+        while column < last:
+            logits = self._feed(block, column)
+            tokens = self.call.choose(self.call.process(block.ids[:, :column], logits), column)
+            block.ids[:, column] = torch.where(known > column, block.ids[:, column], tokens)
+            column += 1
+        return Draft([block.room(row) for row in range(len(block.known))])
+
+    def rewind(self, block: Block) -> None:
+        """Crop the draft cache to the columns that the target agreed with."""
+        if self.fed > block.cached:
+            self.cache.crop(block.cached - self.fed)
+            self.fed = block.cached
+        elif self.fed:
+            # layers that hold back until a crop (sliding windows) settle
+            self.cache.crop(0)
+
+    def _feed(self, block: Block, stop: int) -> torch.Tensor:
+        """Give the model the columns up to ``stop``; the logits of the last, ``[rows, target's vocabulary]``."""
+        start = self.fed
+        inputs: dict[str, Any] = {
+            "input_ids": block.ids[:, start:stop],
+            self.cache_argument: self.cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        inputs |= decoding.positions(self.model, block.kwargs, block.cached + 1, start, stop)
+        logits = self.model(**inputs, **decoding.last_logits(self.model)).logits[:, -1]
+        self.fed = stop
+        decoding.record_past(self.cache)
+        return self.adapt(logits.to(device=block.ids.device, dtype=torch.float32, copy=True))
+
+    def adapt(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's vocabulary, from those over the draft model's."""
+        return logits

@@ -1,0 +1,1 @@
+"""Assistants for hfkv: the same text in fewer forwards."""

@@ -1,0 +1,132 @@
+"""Drafts copied from the text itself.
+
+Saxena, "Prompt Lookup Decoding", 2023; Yang et al., "Inference with Reference: Lossless Acceleration of Large Language
+Models", 2023. Where the newest tokens occurred before, what followed them then is proposed. The longest match is taken,
+of equally long ones the newest; texts handed over come after the text itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hfkv.cache import check_length, option
+from hfkv.speculation import AssistantOptions, Block, Call, Draft, Drafter
+
+# occurrences of a run of min_match tokens that are compared, and how far back a match is extended
+_CANDIDATES, _LONGEST_MATCH = 32, 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupOptions(AssistantOptions):
+    """Options of the assistant "lookup"."""
+
+    longest: ClassVar[int] = 16
+
+    min_match: int = option(2, "newest tokens that must have occurred before")
+    texts: Sequence[str] | Sequence[Sequence[int]] = option(
+        (), "texts to copy from besides the prompt: strings (with tokenizer), or lists of token ids"
+    )
+    tokenizer: Any = option(None, "the model's tokenizer, for texts that are strings")
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        check_length("min_match", self.min_match, minimum=1)
+        if isinstance(self.texts, str):
+            raise ValueError("texts is one string: pass a list of texts")
+        if self.tokenizer is None and any(isinstance(text, str) for text in self.texts):
+            raise ValueError("texts are strings, and tokenizer=None: pass the model's tokenizer, or lists of token ids")
+
+
+class Index:
+    """Where each run of ``min_match`` tokens ends, in one growing list of tokens."""
+
+    def __init__(self, min_match: int, tokens: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._min_match = min_match
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        first = len(self.tokens)
+        self.tokens.extend(tokens)
+        for end in range(max(first, self._min_match - 1), len(self.tokens)):
+            self._ends.setdefault(tuple(self.tokens[end + 1 - self._min_match : end + 1]), []).append(end)
+
+    def match(self, recent: Sequence[int]) -> tuple[int, int]:
+        """The longest earlier occurrence of the end of ``recent``: its length, and the place after it."""
+        best = (0, 0)
+        for end in self._ends.get(tuple(recent[-self._min_match :]), [])[: -_CANDIDATES - 1 : -1]:
+            if end + 1 == len(self.tokens):
+                # nothing follows: the end of the text itself
+                continue
+            length = self._min_match
+            while (
+                length < min(_LONGEST_MATCH, len(recent), end + 1) and self.tokens[end - length] == recent[-1 - length]
+            ):
+                length += 1
+            if length > best[0]:
+                best = length, end + 1
+        return best
+
+
+class LookupDrafter(Drafter):
+    """The assistant "lookup"."""
+
+    Options = LookupOptions
+    options: LookupOptions
+    resources: list[Index]
+
+    def __init__(self, call: Call, options: LookupOptions, resources: list[Index]) -> None:
+        super().__init__(call, options, resources)
+        self._rows: list[Index] = []
+
+    @classmethod
+    def prepare(cls, model: Any, options: LookupOptions) -> list[Index]:
+        """Index the texts handed over, once."""
+        limit = model.get_input_embeddings().num_embeddings
+        found = []
+        for text in options.texts:
+            tokens = (
+                options.tokenizer(text, add_special_tokens=False).input_ids if isinstance(text, str) else list(text)
+            )
+            if any(type(token) is not int or not 0 <= token < limit for token in tokens):
+                raise ValueError(f"texts: token ids must be integers from 0 to {limit - 1}, the model's vocabulary")
+            found.append(Index(options.min_match, tokens))
+        return found
+
+    def propose(self, block: Block) -> Draft:
+        """Copy what followed the longest match."""
+        if not self._rows:
+            self._rows = [Index(self.options.min_match) for _ in block.known]
+        lengths = []
+        for row, own in enumerate(self._rows):
+            room = block.room(row)
+            if room == 0:
+                lengths.append(0)
+                continue
+            known = block.known[row]
+            own.extend(block.ids[row, len(own.tokens) : known].tolist())
+            copied = self._copy(own, room)
+            block.ids[row, known : known + len(copied)] = block.ids.new_tensor(copied)
+            lengths.append(len(copied))
+        return Draft(lengths)
+
+    def _copy(self, own: Index, count: int) -> list[int]:
+        recent = own.tokens[-_LONGEST_MATCH:]
+        source, (length, start) = own, own.match(recent)
+        for index in self.resources:
+            found = index.match(recent)
+            if found[0] > length:
+                source, (length, start) = index, found
+        if length == 0:
+            return []
+        copied = source.tokens[start : start + count]
+        # a match that reaches the end of the text repeats itself
+        period = copied if source is own else []
+        while period and len(copied) < count:
+            copied = (copied + period)[:count]
+        return copied
