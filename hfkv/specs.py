@@ -31,8 +31,13 @@ class Spec:
 
     def resolve(self) -> Any:
         """Import the module and return the attribute that ``load`` names."""
-        module, _, attribute = self.load.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return load(self.load)
+
+
+def load(place: str) -> Any:
+    """Import the module of ``"module:attribute"`` and return the attribute."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,10 @@ class CacheSpec(Spec):
         What a lossy cache may cost under these options: the error of the logits, where 1 is the least that losing one
         cached token costs. Less than 1, or the bound would prove nothing. None for a technique that forgets tokens by
         design: the kit then compares it only with itself.
+    contract_reference
+        For a technique that changes what the model computes: ``"module:attribute"`` of a function
+        ``(model, options) -> transformers.Cache`` whose cache is right for one forward of a whole sequence, and as
+        simple as can be. The kit takes the model with such a cache, new for each forward, for the plain model.
     """
 
     crop: bool = True
@@ -70,6 +79,7 @@ class CacheSpec(Spec):
     lossless: bool = False
     contract_options: Mapping[str, Any] = field(default_factory=dict)
     contract_tolerance: float | None = 0.5
+    contract_reference: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

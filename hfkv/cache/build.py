@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from .. import integration, registry
 from ..specs import CacheSpec
@@ -66,54 +66,85 @@ def build_cache(
     config = config.get_text_config(decoder=True)
     base = dict(options)
     given_layers = base.pop("layers", {})
-    build = _builder(name, {}, base, named_in)
+    technique = find_technique(name, base, named_in)
     layers: list[Any] = list(DynamicCache(config=config).layers)
-    eligible = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    eligible = [index for index, layer in enumerate(layers) if technique.takes(layer)]
     if not eligible:
         kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"
         raise NotImplementedError(
             f"{name!r} works on full-attention layers, and {type(config).__name__} has none (cache layers: {kinds})"
         )
+    overrides = _overrides(given_layers, layers, eligible, name, base)
+    chosen = {
+        index: overrides.get(index, technique) for index in range(len(layers)) if index in {*eligible, *overrides}
+    }
     padding = Padding()
-    by_layer = _by_layer(given_layers, len(layers), eligible, name, base)
-    for index in eligible:
-        build_layer = by_layer.get(index, build)
-        if build_layer is not None:
-            layers[index] = build_layer(LayerContext(index, config, padding))
+    model = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
+    members: dict[tuple[type[KVLayer], str], list[tuple[CacheOptions, LayerContext]]] = {}
+    for index, choice in chosen.items():
+        if choice is not None:
+            context = LayerContext(index, config, padding, choice.name, layers[index], model)
+            members.setdefault((choice.layer_class, choice.name), []).append((choice.options, context))
+    for (layer_class, _), its_members in members.items():
+        for (_, context), layer in zip(its_members, layer_class.build(its_members), strict=True):
+            layers[context.layer_idx] = layer
     integration.enable_fused_attention()
     return HFKVCache(name, layers, padding)
 
 
-def _builder(
-    name: str, base: Mapping[str, Any], own: Mapping[str, Any], named_in: str
-) -> Callable[[LayerContext], KVLayer]:
+@dataclass(frozen=True)
+class Technique:
+    """A cache technique with its options.
+
+    Attributes
+    ----------
+    name
+        As registered.
+    layer_class
+        What its spec loads.
+    options
+        Parsed options.
+    """
+
+    name: str
+    layer_class: type[KVLayer]
+    options: CacheOptions
+
+    def takes(self, layer: Any) -> bool:
+        """Whether it takes the place of a layer that transformers would make."""
+        return self.layer_class.takes(self.options, layer)
+
+
+def find_technique(name: str, options: Mapping[str, Any], named_in: str) -> Technique:
+    """A registered technique with a user's options; ``named_in`` is for its messages."""
     layer_class: type[KVLayer] = registry.find(CacheSpec, name, named_in)
-    parsed: CacheOptions = layer_class.Options.parse(layer_class.Options.merge(base, own), name)
-    return lambda context: layer_class(parsed, replace(context, technique=name))
+    return Technique(name, layer_class, layer_class.Options.parse(options, name))
 
 
-def _by_layer(
-    given: Any, count: int, eligible: list[int], name: str, base: Mapping[str, Any]
-) -> dict[int, Callable[[LayerContext], KVLayer] | None]:
-    """What builds each overridden layer; None for one that keeps what transformers gives it."""
+def _overrides(
+    given: Any, layers: list[Any], eligible: list[int], name: str, base: Mapping[str, Any]
+) -> dict[int, Technique | None]:
+    """The technique of each overridden layer; None for one that keeps what transformers gives it."""
     if not isinstance(given, Mapping):
         raise ValueError(f"layers={given!r} must be a dict such as {{'0': {{'nbits': 8}}, '1-3': 'dynamic'}}")
-    result: dict[int, Callable[[LayerContext], KVLayer] | None] = {}
+    result: dict[int, Technique | None] = {}
     for key, override in given.items():
-        indices = _indices(key, count)
-        named = [index for index in indices if index in eligible]
+        technique = _override(key, override, name, base)
+        indices = _indices(key, len(layers))
+        if technique is None:
+            named = [index for index in indices if index in eligible]
+        else:
+            named = [index for index in indices if technique.takes(layers[index])]
         if not named:
             raise ValueError(
                 f"layers[{key!r}] names no full-attention layer; such layers of this model: {eligible}. "
                 "Other layers keep transformers' own cache"
             )
-        result.update(dict.fromkeys(named, _override(key, override, name, base)))
+        result.update(dict.fromkeys(named, technique))
     return result
 
 
-def _override(
-    key: object, override: Any, name: str, base: Mapping[str, Any]
-) -> Callable[[LayerContext], KVLayer] | None:
+def _override(key: object, override: Any, name: str, base: Mapping[str, Any]) -> Technique | None:
     if not isinstance(override, str | Mapping):
         raise ValueError(f"layers[{key!r}]={override!r} must be a dict of options or the name of a cache")
     own = {"cache": override} if isinstance(override, str) else dict(override)
@@ -124,8 +155,12 @@ def _override(
         if own:
             raise ValueError(f"layers[{key!r}]={override!r}: {KEEP!r} takes no options")
         return None
-    # another technique has other options: it starts from its own defaults
-    return _builder(technique, base if technique == name else {}, own, f"layers[{key!r}]")
+    named_in = f"layers[{key!r}]"
+    if technique != name:
+        # another technique has other options: it starts from its own defaults
+        return find_technique(technique, own, named_in)
+    layer_class: type[KVLayer] = registry.find(CacheSpec, name, named_in)
+    return find_technique(name, layer_class.Options.merge(base, own), named_in)
 
 
 def _indices(key: object, count: int) -> range:

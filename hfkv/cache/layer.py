@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
-from transformers import PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .options import CacheOptions
 from .padding import Padding
@@ -29,12 +29,18 @@ class LayerContext:
         What the cache knows of the batch's padding; shared by all layers.
     technique
         The name of the cache, for messages.
+    default
+        The layer that transformers would make here.
+    model
+        The model that the cache is for; None where it is built from a config. Not to be kept either.
     """
 
     layer_idx: int
     config: PretrainedConfig
     padding: Padding
     technique: str = "cache"
+    default: Any = None
+    model: PreTrainedModel | None = None
 
 
 class KVLayer(CacheLayerMixin):
@@ -57,6 +63,16 @@ class KVLayer(CacheLayerMixin):
         self.padding = context.padding
         self.is_initialized = False
         self.record_past = False
+
+    @classmethod
+    def takes(cls, options: CacheOptions, layer: Any) -> bool:
+        """Whether the technique takes the place of a layer that transformers would make: full attention by default."""
+        return type(layer) is DynamicLayer
+
+    @classmethod
+    def build(cls, members: Sequence[tuple[CacheOptions, LayerContext]]) -> list[Self]:
+        """The technique's layers of one cache, in order; for those that depend on one another to override."""
+        return [cls(options, context) for options, context in members]
 
     @abstractmethod
     def update(

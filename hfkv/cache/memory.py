@@ -118,15 +118,24 @@ def memory(cache_or_output: Any) -> MemoryReport:
     parts = [cache]
     if isinstance(cache, EncoderDecoderCache):
         parts = [cache.self_attention_cache, cache.cross_attention_cache]
-    layers = tuple(_layer(layer) for part in parts for layer in part.layers)
+    counted: set[int] = set()
+    layers = tuple(layer_memory(layer, counted) for part in parts for layer in part.layers)
     everything = sum(tensor_bytes(cache).values())
     return MemoryReport(layers, everything - sum(layer.stored_bytes for layer in layers))
 
 
-def _layer(layer: Any) -> LayerMemory:
+def layer_memory(layer: Any, counted: set[int]) -> LayerMemory:
+    """One layer's share, without the storages of ``counted``, which takes up this layer's."""
     # what is known of the padding belongs to all layers, also where a layer holds some of it
     shared = tensor_bytes(getattr(layer, "padding", None))
-    everything = sum(size for address, size in tensor_bytes(layer).items() if address not in shared)
+    # a layer that reads another's keys and values stores nothing
+    own = {
+        address: size
+        for address, size in tensor_bytes(layer).items()
+        if address not in shared and address not in counted
+    }
+    counted.update(own)
+    everything = sum(own.values())
     tokens = _tokens(layer)
     packed = 0
     if isinstance(layer, KVLayer):
