@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
-from ..specs import CacheSpec, KVQuantizerSpec, Spec
+from ..specs import CacheSpec, KVQuantizerSpec, Spec, load
 
 if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
     from ..cache.cache import HFKVCache
     from ..cache.layer import KVLayer
     from ..cache.quantizer import KVQuantizer
@@ -52,6 +54,13 @@ class CacheCase:
         from ..cache.build import make_cache
 
         return make_cache(self.spec.name, model, **{**self.options, **options})
+
+    def reference(self, model: Any) -> Cache | None:
+        """A cache for one forward that shows what the technique stands for; None where that is the plain model."""
+        if self.spec.contract_reference is None:
+            return None
+        made: Cache = load(self.spec.contract_reference)(model, self.options)
+        return made
 
 
 @dataclass(frozen=True)

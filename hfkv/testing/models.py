@@ -56,11 +56,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.1,
     },
     "gemma4": {
-        # the last two layers read the keys and values of the first two; full layers have heads of their own size
+        # the last two layers read the keys and values of those before; full layers have heads of their own size
         "model_type": "gemma4_text",
         "hidden_size": 48,
         "intermediate_size": 96,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 6,
         "num_kv_shared_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -68,7 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "global_head_dim": 24,
         "vocab_size_per_layer_input": VOCABULARY,
         "hidden_size_per_layer_input": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
         "sliding_window": WINDOW,
         "initializer_range": 0.1,
     },

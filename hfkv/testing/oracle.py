@@ -103,7 +103,16 @@ class Judge:
 
     def plain(self, sequences: torch.Tensor, new_tokens: int) -> torch.Tensor:
         """The logits that the model without a cache gives for the newest tokens of a sequence without padding."""
-        return self.tiny.logits(sequences)[:, -new_tokens - 1 : -1]
+        return self.logits(sequences)[:, -new_tokens - 1 : -1]
+
+    def logits(self, sequences: torch.Tensor) -> torch.Tensor:
+        """What the logits have to be: those of one forward without a cache, or with the technique's reference."""
+        return self.tiny.logits(sequences, self.reference())
+
+    def reference(self) -> Cache | None:
+        """The cache that the right logits need: none, or the technique's reference, new for one forward."""
+        reference = self.case.reference(self.tiny.model)
+        return None if reference is None else self.tiny.wrapped(reference)
 
     def replay(self, sequences: torch.Tensor, prompt_length: int, chunk: int | None = None) -> torch.Tensor:
         """The logits of the same cache in a manual loop: the prompt (in chunks), then token by token."""

@@ -39,5 +39,5 @@ def test_prompt_is_exact(hfkv_case: CacheCase, family: str) -> None:
     """The tokens of the current forward are in full precision for that forward."""
     judge = Judge(hfkv_case, family, "sdpa")
     ids = judge.tiny.prompt(rows=2)
-    worst = float(logits_error(judge.tiny.feed(judge.cache(), ids), judge.tiny.logits(ids)).max())
+    worst = float(logits_error(judge.tiny.feed(judge.cache(), ids), judge.logits(ids)).max())
     assert worst <= LOSSLESS, f"{hfkv_case}: update() returns the prompt as it is stored, not as it came ({worst:.3g})"

@@ -104,7 +104,9 @@ def test_batch_with_padded_sources(hfkv_case: CacheCase, family: str, attention:
     for row, length in enumerate((7, 12)):
         with torch.no_grad():
             alone = tiny.model(
-                input_ids=source[row : row + 1, :length], decoder_input_ids=output.sequences[row : row + 1]
+                input_ids=source[row : row + 1, :length],
+                decoder_input_ids=output.sequences[row : row + 1],
+                **{tiny.cache_argument: judge.reference()},
             )
         expected = alone.logits[:, -NEW_TOKENS - 1 : -1]
         judge.faithful(actual[row : row + 1], expected, f"row {row} of a batch with padded sources")

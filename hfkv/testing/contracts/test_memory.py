@@ -30,12 +30,14 @@ def test_stored_bytes_are_all_tensors_that_can_be_reached(hfkv_case: CacheCase, 
     assert report.stored_bytes == sum(tensor_bytes(cache).values())
     shared = sum(tensor_bytes(decoder_cache(cache).padding).values())
     assert report.shared_bytes == shared, "a tensor is counted in several layers, or in none"
+    # what is known of the padding belongs to all layers, and what an earlier layer stores is that layer's
+    earlier = set(tensor_bytes(decoder_cache(cache).padding))
     for index, layer in enumerate(decoder_cache(cache).layers):
+        own = tensor_bytes(layer).keys() - earlier
+        earlier |= own
         if not isinstance(layer, KVLayer):
             continue
         segments = dict(layer.segments())
-        # what is known of the padding belongs to all layers
-        own = tensor_bytes(layer).keys() - tensor_bytes(layer.padding).keys()
         reached = sum(size for address, size in tensor_bytes(layer).items() if address in own)
         assert sum(segments.values()) == reached, (
             f"layer {index} of {hfkv_case} names segments {segments}, and {reached} bytes can be reached from it: "

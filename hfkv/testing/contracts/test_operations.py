@@ -43,7 +43,7 @@ def test_crop(hfkv_case: CacheCase, family: str, attention: str, remove: int) ->
         for length in range(kept + 1, kept + MORE + 1):
             parts.append(tiny.feed(cache, sequences[:, :length]))
             cache.crop(0)
-        actual, expected = torch.cat(parts, dim=1), tiny.logits(sequences)[:, kept:]
+        actual, expected = torch.cat(parts, dim=1), judge.logits(sequences)[:, kept:]
         hint = "crop() leaves removed tokens in some of what is stored, or takes more than it should"
         judge.faithful(actual, expected, f"after crop(-{remove}) of {LENGTH} tokens", hint)
 

@@ -69,9 +69,7 @@ def test_token_by_token(hfkv_case: CacheCase, family: str, attention: str) -> No
     cache = judge.cache()
     actual = judge.tiny.feed(cache, ids, chunk=1)
     assert cache.get_seq_length() == ids.shape[1]
-    judge.faithful(
-        actual, judge.tiny.logits(ids), "a manual loop token by token", "one token is stored or packed wrongly"
-    )
+    judge.faithful(actual, judge.logits(ids), "a manual loop token by token", "one token is stored or packed wrongly")
 
 
 @every_state

@@ -69,19 +69,23 @@ def test_layers_have_their_own_settings(hfkv_case: CacheCase) -> None:
 @families(["gemma3", "gemma4"])
 @every_attention
 def test_hybrid_models_keep_their_other_layers(hfkv_case: CacheCase, family: str, attention: str) -> None:
-    """Full-attention layers get the technique; sliding and sharing layers stay what transformers makes them."""
+    """Full-attention layers get the technique, sharing layers stay, and sliding ones hold no more than their window."""
     judge = Judge(hfkv_case, family, attention)
     config = judge.tiny.model.config
     cache = judge.tiny.cache_of(judge.generate(judge.tiny.prompt()))
     owners = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    plain = judge.tiny.plain_cache()
+    judge.tiny.feed(plain, judge.tiny.prompt(length=cache.get_seq_length()))
     for index, layer in enumerate(cache.layers):
         where = f"layer {index} of {judge.tiny}, {config.layer_types[index]}, is {type(layer).__name__}"
         if index >= owners:
             assert not isinstance(layer, KVLayer), f"{where}, and reuses another layer's keys and values"
         elif config.layer_types[index] == "full_attention":
             assert isinstance(layer, hfkv_case.layer_class), where
-        else:
-            assert type(layer) is DynamicSlidingWindowLayer, where
+        elif type(layer) is not DynamicSlidingWindowLayer:
+            assert isinstance(layer, hfkv_case.layer_class) and layer.is_sliding, where
+            seen, expected = layer.get_mask_sizes(1), plain.get_mask_sizes(1, index)
+            assert seen == expected, f"{where}, and attention sees {seen} in place of {expected}, transformers' window"
 
 
 @every_family
