@@ -1,6 +1,6 @@
 """The parts that a cache technique is built from."""
 
-from .layer import KVLayer, LayerContext, check_crop
+from .layer import KVLayer, LayerContext, StateShape, check_crop
 from .options import CacheOptions, check_choice, check_length, option
 from .packed import PackedBlocks, PackedFormat, PackedStore
 from .padding import Padding
@@ -20,6 +20,7 @@ __all__ = [
     "PackedStore",
     "Padding",
     "SegmentedLayer",
+    "StateShape",
     "check_choice",
     "check_crop",
     "check_length",

@@ -43,6 +43,27 @@ class LayerContext:
     model: PreTrainedModel | None = None
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """What a layer will be handed for each token.
+
+    Attributes
+    ----------
+    batch_size, kv_heads
+        Rows, and heads of keys and values.
+    key_dim, value_dim
+        Channels of one head's keys and of its values.
+    itemsize
+        Bytes of a number in full precision.
+    """
+
+    batch_size: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+
+
 class KVLayer(CacheLayerMixin):
     """One layer's keys and values; what a `CacheSpec` loads.
 
@@ -122,6 +143,16 @@ class KVLayer(CacheLayerMixin):
         states = self.dense()
         if states is not None:
             yield "exact", sum(state.untyped_storage().nbytes() for state in states)
+
+    def planned_bytes(self, tokens: int, shape: StateShape) -> int:
+        """Bytes that the layer will store after a prompt of that many tokens: what ``hfkv plan`` adds up.
+
+        Raises
+        ------
+        NotImplementedError
+            The technique's size is not known before there are tokens.
+        """
+        raise NotImplementedError(f"the cache {self.technique!r} does not say how many bytes it will take")
 
     def elements(self) -> int:
         """Numbers that the layer stands for: keys and values of all tokens."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import kernels
-from .layer import KVLayer, LayerContext, check_crop
+from .layer import KVLayer, LayerContext, StateShape, check_crop
 from .options import CacheOptions
 from .packed import PackedFormat, PackedStore
 from .quantizer import KVQuantizer
@@ -275,6 +275,14 @@ class SegmentedLayer(KVLayer):
             yield "exact", sum(buffer.untyped_storage().nbytes() for buffer in self._exact)
         if self._packed is not None:
             yield "packed", sum(store.nbytes for store in self._packed)
+
+    def planned_bytes(self, tokens: int, shape: StateShape) -> int:
+        """Bytes after a prompt of that many tokens; a cache that grew to it has the room of `PackedStore` besides."""
+        blocks = max(0, (tokens - self.sink_length - self.residual_length) // self.block_length)
+        exact = max(tokens - blocks * self.block_length, self._room) if tokens else 0
+        packed = self.key_format(shape.key_dim).block_bytes + self.value_format(shape.value_dim).block_bytes
+        per_head = exact * (shape.key_dim + shape.value_dim) * shape.itemsize + blocks * packed
+        return shape.batch_size * shape.kv_heads * per_head
 
     def elements(self) -> int:
         """Numbers that the layer stands for: keys and values of all tokens."""

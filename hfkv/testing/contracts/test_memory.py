@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 
-from hfkv.cache.layer import KVLayer
+from hfkv.cache.layer import KVLayer, StateShape
 from hfkv.cache.memory import memory, tensor_bytes
 from hfkv.testing.cases import CacheCase
 from hfkv.testing.matrix import every_family, families
@@ -46,6 +47,26 @@ def test_stored_bytes_are_all_tensors_that_can_be_reached(hfkv_case: CacheCase, 
     plain = judge.tiny.plain_cache()
     judge.tiny.feed(plain, judge.tiny.prompt(rows=3, length=tokens))
     assert report.elements == memory(plain).elements, "elements() must count the keys and values of every token"
+
+
+@pytest.mark.parametrize("tokens", [1, PROMPT_LENGTH, LENGTH])
+@families(["llama"])
+def test_planned_bytes_are_those_of_the_cache(hfkv_case: CacheCase, family: str, tokens: int) -> None:
+    """What a plan is made with is what a prompt of that length takes, to the byte; or it says that it does not know."""
+    judge = Judge(hfkv_case, family, "sdpa")
+    cache, plain = judge.cache(), judge.tiny.plain_cache()
+    for filled in (cache, plain):
+        judge.tiny.feed(filled, judge.tiny.prompt(rows=3, length=tokens))
+    pairs: list[tuple[Any, Any]] = list(zip(cache.layers, plain.layers, strict=True))
+    for layer, reference in pairs:
+        rows, heads, _, key_dim = reference.keys.shape
+        shape = StateShape(rows, heads, key_dim, reference.values.shape[3], reference.keys.dtype.itemsize)
+        stored = sum(size for _, size in layer.segments())
+        try:
+            planned = layer.planned_bytes(tokens, shape)
+        except NotImplementedError:
+            continue
+        assert planned == stored, f"{hfkv_case}: planned_bytes() says {planned}, and segments() {stored}"
 
 
 @families(["llama"])
