@@ -72,7 +72,7 @@ def compare(
         raise ValueError(f"prefill={prefill} must leave tokens to decode: there are {tokens}")
     kl = [0.0] * len(caches)
     same = [0] * len(caches)
-    runs = [_log_probabilities(model, input_ids, prefill, cache, chunk) for cache in (reference, *caches)]
+    runs = [log_probabilities(model, input_ids, prefill, cache, chunk) for cache in (reference, *caches)]
     for expected, *others in zip(*runs, strict=True):
         for index, actual in enumerate(others):
             kl[index] += float((expected.exp() * (expected - actual)).sum())
@@ -81,18 +81,29 @@ def compare(
     return [Quality(kl[index] / count, same[index] / count) for index in range(len(caches))]
 
 
-def _log_probabilities(
+def log_probabilities(
     model: PreTrainedModel, input_ids: torch.Tensor, prefill: int, cache: Cache, chunk: int
 ) -> Iterator[torch.Tensor]:
-    """``[batch, chunk, vocabulary]`` float32 for each chunk after the prefill."""
-    cached = {integration.cache_argument(model): cache}
-    # the prompt's own logits are not needed, and would be the largest tensor of the run
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    # not across a yield: the mode would leak into whoever consumes this
-    with torch.no_grad():
-        model(input_ids[:, :prefill], **cached, **last)
+    """``[batch, chunk, vocabulary]`` float32 for each chunk after the prefill.
+
+    Parameters
+    ----------
+    prefill
+        Tokens of the first forward, of which nothing is yielded; 0 for a cache that has read its prompt.
+    """
+    if prefill:
+        read(model, input_ids[:, :prefill], cache)
     for piece in input_ids[:, prefill:].split(chunk, dim=1):
+        # not across a yield: the mode would leak into whoever consumes this
         with torch.no_grad():
-            logits = model(piece, **cached).logits
+            logits = model(piece, **{integration.cache_argument(model): cache}).logits
             predicted = logits.float().log_softmax(-1)
         yield predicted
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> None:
+    """One forward that only fills the cache."""
+    # the prompt's own logits are not needed, and would be the largest tensor of the run
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    model(input_ids, **{integration.cache_argument(model): cache}, **last)
