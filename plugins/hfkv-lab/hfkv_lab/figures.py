@@ -65,3 +65,8 @@ def svg(figure: Figure) -> str:
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     # in a style attribute a colour may be a variable of the page
     return text.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
+
+
+def standalone(text: str) -> str:
+    """An SVG as a file of its own: with a grey that can be read on white and on near black."""
+    return text.replace("var(--ink)", "#7d8590").replace("var(--grid)", "#7d859055") + "\n"

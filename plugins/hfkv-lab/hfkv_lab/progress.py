@@ -61,3 +61,19 @@ def steps(console: Console, total: int) -> Iterator[Steps]:
         yield bar
     finally:
         bar.stop()
+
+
+class Silent:
+    """Steps that nobody watches: the default of the functions behind the commands."""
+
+    def step(self, text: str) -> None:
+        """Say nothing."""
+
+    def done(self, count: int = 1) -> None:
+        """Count nothing."""
+
+    def expect(self, total: int) -> None:
+        """Expect nothing."""
+
+
+Watcher = Steps | Silent

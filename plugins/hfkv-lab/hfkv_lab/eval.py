@@ -1,0 +1,146 @@
+"""``hfkv eval``: what a cache costs in quality, measured while decoding from it; and the studies."""
+
+from __future__ import annotations
+
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hfkv.cli.models import DEFAULT
+from hfkv.cli.settings import PLAIN, Setting
+
+from . import options
+from .output import check_report, console, finish
+from .parts import PARTS
+from .progress import steps
+
+CACHES = ("kivi", "kivi:nbits=2")
+
+
+def main(
+    model: options.Model = DEFAULT,
+    cache: options.Caches = None,
+    study: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Run a study instead: axes, residual, group, rope."),
+    ] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART", help=f"Measure only this; may be repeated. All by default: {', '.join(PARTS)}."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The text; by default Python's own help.", exists=True, dir_okay=False),
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Text from a data set on the Hub: NAME or NAME:CONFIG.")
+    ] = None,
+    field: Annotated[str, typer.Option(metavar="NAME", help="The field of that data set.")] = "text",
+    windows: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Pieces of the text: 4, and 2 in a study.")
+    ] = None,
+    prefill: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens of each piece that are read before anything is measured.")
+    ] = 1024,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens of each piece that are decoded and compared.")
+    ] = 512,
+    chunk: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each forward while decoding.")] = 16,
+    new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens of free greedy decoding after each prefill.")
+    ] = 48,
+    gguf_file: options.GGUFFile = None,
+    dtype: options.DTypeOption = options.DType.FLOAT32,
+    device: options.Device = "cpu",
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write a study's numbers and its figure there.", file_okay=False),
+    ] = None,
+    as_json: options.AsJson = False,
+    report: options.Report = None,
+) -> None:
+    """Measure what caches cost in quality, against transformers' plain cache; or run one of the field's ablations."""
+    _check(study, cache, part, save)
+    check_report(report)
+    settings = options.settings(cache or CACHES)
+
+    out = console(as_json)
+    from hfkv.cli.console import working
+
+    with working(out, "importing torch and transformers"):
+        from hfkv.cli import comparison
+
+        from . import text as texts
+    content = texts.read(text, dataset, field)
+    loaded, tokenizer, name = comparison.load(out, model, gguf_file, dtype.value, device)
+    sizes: dict[str, Any] = {"prefill": prefill, "tokens": tokens, "chunk": chunk}
+    if windows is not None:
+        sizes["windows"] = windows
+    if study is not None:
+        _study(out, study, loaded, tokenizer, name, model, content, sizes, save, as_json, report)
+        return
+    from .evaluate import EvalOptions, count_steps, evaluate
+    from .evaluation_page import page
+    from .provenance import made_with
+
+    chosen = EvalOptions(parts=tuple(part or PARTS), new_tokens=new_tokens, **sizes)
+    compared = _candidates(loaded, [PLAIN, *settings])
+    with steps(out, count_steps(chosen, len(compared))) as bar:
+        results = evaluate(compared, tokenizer, content.content, chosen, bar)
+    finish(out, page(results, chosen, made_with(loaded, name, content.source)), as_json=as_json, report=report)
+
+
+def _check(study: str | None, cache: list[str] | None, part: list[str] | None, save: Path | None) -> None:
+    """Refuse what a study or an evaluation would ignore, and names that are not there."""
+    from .studies import STUDIES
+
+    if study is not None and study not in STUDIES:
+        raise typer.BadParameter(f"{study!r} is not there. Choose from: {', '.join(STUDIES)}", param_hint="--study")
+    for name, given in (("--cache", cache), ("--part", part)):
+        if study is not None and given:
+            raise typer.BadParameter(f"a study has caches and measurements of its own; leave out {name} or --study")
+    if save is not None and study is None:
+        raise typer.BadParameter("only a study is saved; add --study, or use --report", param_hint="--save")
+    if save is not None and not save.is_dir():
+        raise typer.BadParameter(f"there is no folder {save}. Fix: make it first", param_hint="--save")
+    unknown = [name for name in part or () if name not in PARTS]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is not there. Choose from: {', '.join(PARTS)}", param_hint="--part")
+
+
+def _candidates(model: Any, settings: list[Setting]) -> list[Any]:
+    from .candidates import Candidate
+
+    result = []
+    for setting in settings:
+        if setting.make(model) is None:
+            raise ValueError(
+                f"--cache {setting.name}: it needs a length in advance and cannot be decoded from in steps. "
+                "Choose a cache that grows: dynamic, quantized, or one of hfkv list"
+            )
+        result.append(Candidate(setting.label, model, partial(setting.make, model)))
+    return result
+
+
+def _study(
+    out: Any, study: str, model: Any, tokenizer: Any, name: str, asked: str, content: Any, sizes: dict[str, Any],
+    save: Path | None, as_json: bool, report: Path | None,
+) -> None:  # fmt: skip
+    from .ablation import AblationOptions
+    from .provenance import made_with
+    from .studies import run
+    from .studies.record import Subject
+
+    chosen = AblationOptions(**sizes)
+    with steps(out, 1) as bar:
+        found = run(study, Subject(name.partition(" (")[0], model, tokenizer, content.content, chosen, bar))
+    if save is not None:
+        own = {key: value for key, value in sizes.items() if value != getattr(AblationOptions(), key)}
+        flags = [part for key, value in own.items() for part in (f"--{key}", str(value))]
+        command = ["hfkv", "eval", asked, "--study", study, *flags]
+        for path in found.save(save, f"{study}-{asked.rpartition('/')[2].lower()}", shlex.join(command)):
+            out.print(f"written: {path}", markup=False, soft_wrap=True)
+    finish(out, found.page(made_with(model, name, content.source)), as_json=as_json, report=report)
