@@ -1,9 +1,10 @@
-"""Attention that reads packed handles without dequantizing them: what ``"sdpa"`` becomes."""
+"""Attention that reads handles: packed ones without dequantizing them, and those of windowed layers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,58 @@ if TYPE_CHECKING:
 
 # what an attention function may be given that changes the scores; the original function ignores or refuses the rest
 _CHANGES_SCORES = ("position_bias", "softcap")
+
+# who is shown the queries, while a model is asked how it turns them
+_watching: list[Callable[[Any, torch.Tensor], object]] = []
+
+
+@contextmanager
+def watch(see: Callable[[Any, torch.Tensor], object]) -> Iterator[None]:
+    """Show every attention module that runs, with its query, where hfkv is active."""
+    _watching.append(see)
+    try:
+        yield
+    finally:
+        _watching.remove(see)
+
+
+def wrap_interface(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`AttentionInterface.get_interface`, so that every implementation (a model's own eager one too) reads windows."""
+
+    @functools.wraps(original)
+    def get_interface(*args: Any, **kwargs: Any) -> Any:
+        return _for_windows(original(*args, **kwargs))
+
+    return get_interface
+
+
+@functools.lru_cache(maxsize=256)
+def _for_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function that leaves the handles of windowed layers to our own."""
+    import torch
+
+    from .cache.window import WindowHandle
+    from .kernels.window import attend
+
+    attend = torch.compiler.disable(attend)
+
+    @functools.wraps(original)
+    def attention_forward(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        for see in _watching:
+            see(module, query)
+        if isinstance(key, WindowHandle):
+            return attend(module, query, key.snapshot, attention_mask, *args, **kwargs), None
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+    return attention_forward
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

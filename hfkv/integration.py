@@ -10,7 +10,8 @@ What is patched, and undone by `restore`:
 * ``GenerationMixin._extract_generation_mode_kwargs``: hands streamer and tokenizer to an assistant's decoding loop;
   `generate` drops them where ``custom_generate`` is a function;
 * ``GenerationMixin._sample``: decodes with a model's default assistant;
-* the attention function ``"sdpa"``: reads packed handles without dequantizing them.
+* the attention function ``"sdpa"``: reads packed handles without dequantizing them;
+* ``AttentionInterface.get_interface``: lets every attention function, a model's own eager one too, read windows.
 
 DiffusionGemma's copy of the names is put back (`keep_names_out`): it builds its own caches.
 """
@@ -283,6 +284,22 @@ def enable_fused_attention() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     patching.replace(AttentionInterface._global_mapping, "sdpa", attention.wrap)
+    patching.replace(AttentionInterface, "get_interface", attention.wrap_interface)
+
+
+def require_attention(technique: str) -> None:
+    """Make sure that our attention runs, for a cache that no other can read.
+
+    Raises
+    ------
+    NotImplementedError
+        hfkv is not active.
+    """
+    if not autoload.is_active():
+        raise NotImplementedError(
+            f"hfkv is not active, and only its attention can read the windows of {technique!r}. Fix: hfkv.activate()"
+        )
+    enable_fused_attention()
 
 
 @functools.cache

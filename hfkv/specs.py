@@ -62,10 +62,13 @@ class CacheSpec(Spec):
     contract_options
         Options that the conformance kit builds the cache with, so that its 24 to 40 tokens exercise the technique
         (small blocks, a short residual) and errors stay small (8 bits).
+    contract_model_options
+        Further ones, by ``config.model_type``, for a model that the technique needs another setting for.
     contract_tolerance
         What a lossy cache may cost under these options: the error of the logits, where 1 is the least that losing one
-        cached token costs. Less than 1, or the bound would prove nothing. None for a technique that forgets tokens by
-        design: the kit then compares it only with itself.
+        cached token costs. Less than 1, or the bound would prove nothing. A technique that forgets tokens by design is
+        compared with a model that sees what `KVLayer.attended` says; None, where it cannot say: the kit then compares
+        it only with itself.
     contract_reference
         For a technique that changes what the model computes: ``"module:attribute"`` of a function
         ``(model, options) -> transformers.Cache`` whose cache is right for one forward of a whole sequence, and as
@@ -78,6 +81,7 @@ class CacheSpec(Spec):
     offload: bool = True
     lossless: bool = False
     contract_options: Mapping[str, Any] = field(default_factory=dict)
+    contract_model_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     contract_tolerance: float | None = 0.5
     contract_reference: str | None = None
 

@@ -5,8 +5,10 @@ from .options import CacheOptions, check_choice, check_length, option
 from .packed import PackedBlocks, PackedFormat, PackedStore
 from .padding import Padding
 from .quantizer import KVQuantizer, round_to_grid
+from .rotary import Rotation, find_rotation
 from .segmented import SegmentedLayer
 from .view import KVHandle, KVView
+from .window import Window, WindowHandle, WindowView, make_window
 
 __all__ = [
     "CacheOptions",
@@ -19,11 +21,17 @@ __all__ = [
     "PackedFormat",
     "PackedStore",
     "Padding",
+    "Rotation",
     "SegmentedLayer",
     "StateShape",
+    "Window",
+    "WindowHandle",
+    "WindowView",
     "check_choice",
     "check_crop",
     "check_length",
+    "find_rotation",
+    "make_window",
     "option",
     "round_to_grid",
 ]

@@ -79,6 +79,8 @@ def build_cache(
         index: overrides.get(index, technique) for index in range(len(layers)) if index in {*eligible, *overrides}
     }
     padding = Padding()
+    # a layer may ask the model, and watch its attention
+    integration.enable_fused_attention()
     model = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
     members: dict[tuple[type[KVLayer], str], list[tuple[CacheOptions, LayerContext]]] = {}
     for index, choice in chosen.items():
@@ -88,7 +90,6 @@ def build_cache(
     for (layer_class, _), its_members in members.items():
         for (_, context), layer in zip(its_members, layer_class.build(its_members), strict=True):
             layers[context.layer_idx] = layer
-    integration.enable_fused_attention()
     return HFKVCache(name, layers, padding)
 
 

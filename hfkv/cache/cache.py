@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .layer import KVLayer
 from .padding import Padding
@@ -67,8 +67,19 @@ class HFKVCache(DynamicCache):
         return super().get_seq_length(self._counting(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that attention of this layer will see."""
-        return super().get_mask_sizes(query_length, self._counting(layer_idx))
+        """Length and offset of the keys that attention of this layer will see.
+
+        One mask serves all layers of a kind: it covers what the one that looks back farthest needs, and each takes the
+        newest columns of it.
+        """
+        counting = self._counting(layer_idx)
+        length, offset = super().get_mask_sizes(query_length, counting)
+        if offset == 0:
+            return length, offset
+        asked = self.layers[counting]
+        sizes = [layer.get_mask_sizes(query_length) for layer in self.layers if _shares_mask(layer, asked)]
+        length, offset = min([(length, offset), *sizes], key=lambda size: size[1])
+        return length, offset
 
     def activate_past_recording(self) -> None:
         """Get ready for crops: assisted decoding calls it before anything is computed.
@@ -115,6 +126,12 @@ class HFKVCache(DynamicCache):
         """Keep the rows of these indices."""
         super().batch_select_indices(indices)
         self.padding.map_rows(indices)
+
+
+def _shares_mask(layer: Any, asked: Any) -> TypeGuard[CacheLayerMixin]:
+    """Whether a layer that holds tokens is given the same mask as another."""
+    holds = isinstance(layer, KVLayer | DynamicLayer) and layer.get_seq_length() == asked.get_seq_length()
+    return holds and layer.is_sliding == asked.is_sliding
 
 
 def _empty(layer: Any) -> bool:

@@ -109,6 +109,23 @@ class KVLayer(CacheLayerMixin):
     def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """All keys and values in full precision; None while empty."""
 
+    @property
+    def kept_length(self) -> int:
+        """How many of the tokens seen can still be attended to: all, unless the technique forgets."""
+        return self.get_seq_length()
+
+    def attended(self, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a technique that forgets lets each query of a sequence see; None: all that came before it.
+
+        Returns
+        -------
+        tuple
+            Both ``[length, length]``, queries by tokens: whether the query sees the token (boolean), and by how many
+            positions the token stands nearer to it than it came (long). The conformance kit computes the same without a
+            cache.
+        """
+        return None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens (zero or negative, as in transformers)."""
         raise NotImplementedError(f"the cache {self.technique!r} cannot crop: tokens stay once they are stored")

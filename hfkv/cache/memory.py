@@ -20,8 +20,10 @@ class LayerMemory:
     ----------
     kind
         The layer's class.
+    seen
+        Tokens that the layer has seen.
     tokens
-        Tokens that the layer holds.
+        Tokens that it still stands for: fewer where a technique or a sliding layer forgets.
     packed_bytes, full_precision_bytes
         Bytes of packed and of full-precision storage, room to grow included.
     elements
@@ -29,6 +31,7 @@ class LayerMemory:
     """
 
     kind: str
+    seen: int
     tokens: int
     packed_bytes: int
     full_precision_bytes: int
@@ -136,19 +139,21 @@ def layer_memory(layer: Any, counted: set[int]) -> LayerMemory:
     }
     counted.update(own)
     everything = sum(own.values())
-    tokens = _tokens(layer)
+    seen = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0
+    tokens = _tokens(layer, seen)
     packed = 0
     if isinstance(layer, KVLayer):
         packed = sum(size for segment, size in layer.segments() if segment != "exact")
     elif getattr(layer, "_quantized_keys", None) is not None:
         packed = sum(tensor_bytes([layer._quantized_keys, layer._quantized_values]).values())
-    return LayerMemory(type(layer).__name__, tokens, packed, everything - packed, _elements(layer, tokens))
+    return LayerMemory(type(layer).__name__, seen, tokens, packed, everything - packed, _elements(layer, tokens))
 
 
-def _tokens(layer: Any) -> int:
-    length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0
+def _tokens(layer: Any, seen: int) -> int:
+    if isinstance(layer, KVLayer):
+        return layer.kept_length
     window = getattr(layer, "sliding_window", None)
-    return length if window is None else min(length, window)
+    return seen if window is None else min(seen, window)
 
 
 def _elements(layer: Any, tokens: int) -> int:

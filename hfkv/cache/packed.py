@@ -137,15 +137,19 @@ class PackedBlocks:
 
 
 class PackedStore:
-    """An append-only run of blocks with room to grow.
+    """A run of blocks with room to grow: appended at its end, freed from its front.
 
     Room grows by 1/32, at least four blocks: an append copies a constant number of bytes on average, and at most
-    3 % of what is stored is unused. The tensors in use are replaced, never moved, so views taken before stay valid.
+    3 % of what is stored is unused. Freed blocks are moved out of the way when the room is used up, or when they are
+    more than 1/8 of what is left (at least four), so their cost per block is constant too. The tensors in use are
+    replaced, never moved, so views taken before stay valid.
     """
 
     def __init__(self, format: PackedFormat, batch: int, heads: int, device: torch.device) -> None:
         self.format = format
         self.count = 0
+        # blocks that were freed from the front of the room
+        self._freed = 0
         self._room = PackedBlocks.empty(format, batch, heads, 0, device)
         # the view of the part in use, which every step asks for and few steps change
         self._used: PackedBlocks | None = None
@@ -168,7 +172,7 @@ class PackedStore:
     def view(self) -> PackedBlocks:
         """The blocks in use, without a copy."""
         if self._used is None:
-            self._used = self._room.narrow(0, self.count)
+            self._used = self._room.narrow(self._freed, self.count)
         return self._used
 
     def extend(self, blocks: PackedBlocks) -> None:
@@ -176,12 +180,13 @@ class PackedStore:
         needed = self.count + blocks.count
         if self.count == 0:
             # the prompt's blocks: kept as they are, exactly sized
-            self._room = blocks
+            self._room, self._freed = blocks, 0
         else:
-            if needed > self._room.count:
+            if self._freed + needed > self._room.count:
                 self._reserve(max(needed, self.count + max(4, self.count // 32)))
+            start, end = self._freed + self.count, self._freed + needed
             for name in ("codes", "scale", "offset"):
-                getattr(self._room, name)[:, :, self.count : needed] = getattr(blocks, name)
+                getattr(self._room, name)[:, :, start:end] = getattr(blocks, name)
         self.count = needed
         self._used = None
 
@@ -189,17 +194,26 @@ class PackedStore:
         batch, heads = self._room.codes.shape[:2]
         room = PackedBlocks.empty(self.format, batch, heads, count, self._room.codes.device)
         for name in ("codes", "scale", "offset"):
-            getattr(room, name)[:, :, : self.count] = getattr(self._room, name)[:, :, : self.count]
-        self._room = room
+            getattr(room, name)[:, :, : self.count] = getattr(self.view(), name)
+        self._room, self._freed = room, 0
+        self._used = None
+
+    def free(self, count: int) -> None:
+        """Drop the first ``count`` blocks."""
+        self.count -= count
+        self._freed += count
+        self._used = None
+        if self._freed > max(4, self.count // 8):
+            self._reserve(self.count + max(4, self.count // 32))
 
     def truncate(self, count: int) -> None:
         """Keep the first ``count`` blocks; their bytes stay until the next growth, unless none is kept."""
         self.count = count
         self._used = None
         if count == 0:
-            self._room = self._room.map(lambda tensor: tensor[:, :, :0].clone())
+            self._room, self._freed = self._room.map(lambda tensor: tensor[:, :, :0].clone()), 0
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor by what a function makes of the part in use (rows selected, device changed)."""
-        self._room = self.view().map(function)
+        self._room, self._freed = self.view().map(function), 0
         self._used = None

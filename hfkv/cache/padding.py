@@ -68,6 +68,19 @@ class Padding:
             return None
         return torch.nn.functional.pad(part, (0, stop - start - part.shape[1]), value=True)
 
+    def count(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+        """How many real tokens there are from ``start`` to ``stop``, ``[batch or 1, any]`` each, padding left out."""
+        if self.mask is None:
+            return stop - start
+        before = torch.nn.functional.pad(self.mask.to(start.device).cumsum(dim=1), (1, 0))
+        known = before.shape[1] - 1
+
+        def up_to(tokens: torch.Tensor) -> torch.Tensor:
+            inside = tokens.expand(len(before), -1).clamp(min=0, max=known)
+            return before.gather(1, inside) + (tokens - known).clamp_min(0)
+
+        return up_to(stop) - up_to(start)
+
     def crop(self, length: int) -> None:
         """Forget what is known of the tokens from ``length`` on."""
         if length == 0:
@@ -91,3 +104,15 @@ class Padding:
         """Move what is known to a device."""
         self.mask = None if self.mask is None else self.mask.to(device)
         self._orders = {sink: None if order is None else order.to(device) for sink, order in self._orders.items()}
+
+
+def without_padding(states: torch.Tensor, real: torch.Tensor, block_length: int) -> torch.Tensor:
+    """Replace padding by a real token of its block, so that it widens no group's range; zeros where there is none.
+
+    ``states`` is ``[batch, heads, tokens, head_dim]``, ``real`` ``[batch, tokens]``.
+    """
+    blocks = states.unflatten(2, (-1, block_length))
+    real = real.unflatten(1, (-1, block_length))[:, None, :, :, None]
+    index = real.int().argmax(dim=3, keepdim=True).expand(*blocks.shape[:3], 1, blocks.shape[4])
+    substitute = blocks.gather(3, index) * real.any(dim=3, keepdim=True)
+    return torch.where(real, blocks, substitute).flatten(2, 3)

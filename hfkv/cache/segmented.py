@@ -7,39 +7,54 @@ from typing import Any
 
 import torch
 
-from .. import kernels
+from .. import integration, kernels
 from .layer import KVLayer, LayerContext, StateShape, check_crop
 from .options import CacheOptions
 from .packed import PackedFormat, PackedStore
+from .padding import without_padding
 from .quantizer import KVQuantizer
 from .view import KVHandle, KVView, in_stored_order
+from .window import RECORDED, Window, WindowHandle, WindowView
 
 
 class SegmentedLayer(KVLayer):
     """``[ sink | packed blocks | residual ]`` in token order; a block is packed once, when it leaves the residual.
 
     The exact tokens (sink, then residual) share one tensor with room for one block more than the residual, so a
-    decode step writes one token in place, and every ``block_length`` steps one block is packed.
+    decode step writes one token in place, and every ``block_length`` steps one block is packed. With a window, what is
+    behind it (sinks excepted) is freed, block by block.
 
     While past is recorded (assisted decoding), packing waits for the crop that follows each forward, so that drafts
-    which are rejected are never packed.
+    which are rejected are never packed; and of what a window has left behind since, `RECORDED` tokens stay.
 
-    Subclasses say how keys and values are packed with `key_format`, `value_format` and `make_quantizer`.
+    Subclasses say how keys and values are packed with `key_format`, `value_format` and `make_quantizer`; without a
+    quantizer nothing is packed, and the residual is the window.
     """
 
     def __init__(
-        self, options: CacheOptions, context: LayerContext, *, sink_length: int, residual_length: int, block_length: int
+        self,
+        options: CacheOptions,
+        context: LayerContext,
+        *,
+        sink_length: int,
+        residual_length: int,
+        block_length: int,
+        window: Window | None = None,
     ) -> None:
         super().__init__(options, context)
+        if window is not None:
+            integration.require_attention(self.technique)
         self.sink_length = sink_length
         self.residual_length = residual_length
         self.block_length = block_length
+        self.window = window
+        self.is_sliding = getattr(context.default, "is_sliding", False)
         self.quantizer = self.make_quantizer()
         self._clear()
 
-    def make_quantizer(self) -> KVQuantizer:
-        """The rule for codes, scale and offset."""
-        raise NotImplementedError
+    def make_quantizer(self) -> KVQuantizer | None:
+        """The rule for codes, scale and offset; None packs nothing."""
+        return None
 
     def key_format(self, head_dim: int) -> PackedFormat:
         """How keys of this many channels are packed."""
@@ -55,6 +70,10 @@ class SegmentedLayer(KVLayer):
         self._packed: tuple[PackedStore, PackedStore] | None = None
         self._order: torch.Tensor | None = None
         self._unsettled = False
+        # tokens between the sinks and what follows them that were freed
+        self._dropped = 0
+        # tokens since the last crop, which another one may take back
+        self._uncropped = 0
         self.is_initialized = False
 
     @property
@@ -62,8 +81,23 @@ class SegmentedLayer(KVLayer):
         return 0 if self._packed is None else self._packed[0].length
 
     def get_seq_length(self) -> int:
-        """Tokens of all segments."""
-        return self._exact_length + self._packed_length
+        """Tokens seen: those of all segments, and those that a window has left behind."""
+        return self._exact_length + self._packed_length + self._dropped
+
+    @property
+    def kept_length(self) -> int:
+        """Tokens that can still be attended to."""
+        seen = self.get_seq_length()
+        return seen if self.window is None else self.window.kept(seen)
+
+    def attended(self, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Which tokens each query sees, and how much nearer than they were."""
+        return None if self.window is None else self.window.pattern(length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that attention will see."""
+        seen = self.get_seq_length()
+        return (seen + query_length, 0) if self.window is None else self.window.mask_sizes(seen, query_length)
 
     @property
     def batch_size(self) -> int:
@@ -86,7 +120,11 @@ class SegmentedLayer(KVLayer):
         waits = self.record_past and self.get_seq_length() > 0
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if torch.is_grad_enabled() and key_states.requires_grad:
+        self._uncropped += key_states.shape[2]
+        seen = self.get_seq_length() + key_states.shape[2]
+        if self.window is not None and self.window.hides(seen):
+            result = self._windowed(key_states, value_states, seen)
+        elif torch.is_grad_enabled() and key_states.requires_grad:
             result = self._differentiable(key_states, value_states)
             self._append(key_states.detach(), value_states.detach())
         elif self.get_seq_length() == 0:
@@ -109,9 +147,51 @@ class SegmentedLayer(KVLayer):
             return key_states, value_states
         return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
 
+    def _windowed(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, seen: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens; return what these queries see of all."""
+        assert self.window is not None
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            past = self._exact_states()
+            keys, values = key_states, value_states
+            if past is not None:
+                keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+            self._append(key_states.detach(), value_states.detach())
+        else:
+            self._append(key_states, value_states)
+            assert self._exact is not None
+            keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
+        packed = None
+        if self._packed is not None and self._packed_length:
+            packed = self._packed[0].view(), self._packed[1].view()
+        order = self._order if self._is_split else self.padding.order(self.sink_length)
+        order = None if order is None else order.to(keys.device)
+        view = WindowView.of(
+            self.window, keys, values, packed, seen, self._dropped, order, self._is_split, self.padding
+        )
+        return WindowHandle(view, "keys"), WindowHandle(view, "values")
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether the sinks have been set apart, and with them the order of the first tokens."""
+        return self._packed is not None or self._dropped > 0
+
+    def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self._exact is None:
+            return None
+        keys, values = self._exact
+        return keys[:, :, : self._exact_length], values[:, :, : self._exact_length]
+
+    @property
+    def _recorded(self) -> int:
+        """Tokens behind the window that a crop may bring back into it."""
+        return min(self._uncropped, RECORDED) if self.record_past else 0
+
     @property
     def _room(self) -> int:
-        return self.sink_length + self.residual_length + self.block_length
+        recorded = RECORDED if self.record_past and self.quantizer is None else 0
+        return self.sink_length + self.residual_length + self.block_length + recorded
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         length = self._exact_length + key_states.shape[2]
@@ -148,70 +228,126 @@ class SegmentedLayer(KVLayer):
         return buffer
 
     def _attended(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._exact is not None
-        keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
+        exact = self._exact_states()
+        assert exact is not None
         if self._packed is None:
-            return keys, values
+            return exact
         view = self._view()
         return KVHandle(view, "keys"), KVHandle(view, "values")
 
     def _view(self) -> KVView:
-        assert self._exact is not None and self._packed is not None
-        keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
-        packed_keys, packed_values = (store.view() for store in self._packed)
-        return KVView(keys, values, self.sink_length, packed_keys, packed_values, self._order)
+        exact = self._exact_states()
+        assert exact is not None and self._packed is not None
+        # the tokens that moved to make room for sinks are among the first to be dropped
+        order = None if self._dropped else self._order
+        keys, values = (store.view() for store in self._packed)
+        return KVView(*exact, self.sink_length, keys, values, order)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """All keys and values in full precision; None while empty."""
-        if self._exact is None:
-            return None
-        if self._packed is None:
-            keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
-            return keys, values
+        """All keys and values that are kept, in full precision; None while empty."""
+        if self._exact is None or not self._packed_length:
+            return self._exact_states()
         view = self._view()
         return view.dense("keys"), view.dense("values")
 
     def _pack(self) -> bool:
-        """Pack the whole blocks between the sink and the residual; say whether there were any."""
-        assert self._exact is not None
-        count = (self._exact_length - self.sink_length - self.residual_length) // self.block_length
-        if count <= 0:
+        """Pack the whole blocks between the sink and the residual, and free those behind the window.
+
+        Says whether the exact tokens are others than before.
+        """
+        exact = self._exact_states()
+        assert exact is not None
+        residual = self.residual_length + (self._recorded if self.quantizer is None else 0)
+        count = max(0, (self._exact_length - self.sink_length - residual) // self.block_length)
+        behind = self._blocks_behind()
+        if count == behind == 0:
             return False
-        exact = tuple(buffer[:, :, : self._exact_length] for buffer in self._exact)
-        if self._packed is None:
+        if not self._is_split:
             order = self.padding.order(self.sink_length)
             if order is not None and order.shape[1] > self._exact_length:
                 # a chunk of padding came first: wait until every row's sinks are there
                 return False
             self._order = None if order is None else order.to(self.device)
-            exact = tuple(in_stored_order(states, self._order) for states in exact)
+            exact = in_stored_order(exact[0], self._order), in_stored_order(exact[1], self._order)
+        behind -= self._free(behind)
+        # a long prompt's oldest blocks are freed unpacked
+        begin = self.sink_length + min(behind, count) * self.block_length
+        end = self.sink_length + count * self.block_length
+        self._dropped += begin - self.sink_length
+        if self.quantizer is not None and end > begin:
+            self._encode(exact, begin, end)
+        if count:
+            # new buffers, not a move in place: what attention was handed stays as it is
+            begin = self.sink_length
+            self._exact = self._copied(exact[0], begin, end), self._copied(exact[1], begin, end)
+            self._exact_length -= end - begin
+        return count > 0
+
+    def _blocks_behind(self) -> int:
+        """How many of the oldest blocks no query will see any more."""
+        if self.window is None:
+            return 0
+        oldest = self.get_seq_length() - self.window.length - self._recorded
+        return max(0, oldest - self.sink_length - self._dropped) // self.block_length
+
+    def _free(self, count: int) -> int:
+        """Free packed blocks, ``count`` at most; say how many."""
+        if self._packed is None:
+            return 0
+        count = min(count, self._packed[0].count)
+        for store in self._packed:
+            store.free(count)
+        self._dropped += count * self.block_length
+        return count
+
+    def _encode(self, exact: tuple[torch.Tensor, torch.Tensor], begin: int, end: int) -> None:
+        """Pack the exact tokens from ``begin`` to ``end``."""
+        assert self.quantizer is not None
+        if self._packed is None:
             self._packed = self._new_store(self.key_format, exact[0]), self._new_store(self.value_format, exact[1])
-        begin, end = self.sink_length, self.sink_length + count * self.block_length
-        real = self.padding.real(begin + self._packed_length, end + self._packed_length, self._order)
+        start = self.sink_length + self._dropped + self._packed_length
+        real = self.padding.real(start, start + end - begin, self._order)
         for store, states in zip(self._packed, exact, strict=True):
             leaving = states[:, :, begin:end]
             if real is not None:
-                leaving = _without_padding(leaving, real.to(leaving.device), self.block_length)
+                leaving = without_padding(leaving, real.to(leaving.device), self.block_length)
             store.extend(kernels.pack(leaving, store.format, self.quantizer))
-        # new buffers, not a move in place: what attention was handed stays as it is
-        self._exact = self._copied(exact[0], begin, end), self._copied(exact[1], begin, end)
-        self._exact_length -= end - begin
-        return True
 
     @staticmethod
     def _new_store(format_of: Callable[[int], PackedFormat], states: torch.Tensor) -> PackedStore:
         return PackedStore(format_of(states.shape[3]), states.shape[0], states.shape[1], states.device)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens; exact within the residual, else the block that is cut is unpacked."""
+        """Remove the newest tokens; exact within the residual, else the block that is cut is unpacked.
+
+        Raises
+        ------
+        ValueError
+            Older tokens would come back into the window, and they are gone.
+        """
         remove = min(check_crop(tokens_to_remove), self.get_seq_length())
-        if remove > 0:
-            self._remove(remove)
-        if self._unsettled and self._exact is not None:
+        length = self.get_seq_length() - remove
+        if remove:
+            self._check_window(length)
+            self._remove(remove, length)
+        self._uncropped = 0
+        if self._exact is not None and (self._unsettled or self._blocks_behind()):
+            # what was kept for this crop
             self._settle()
 
-    def _remove(self, remove: int) -> None:
-        length = self.get_seq_length() - remove
+    def _check_window(self, length: int) -> None:
+        slots = 0 if self._order is None else self._order.shape[1]
+        if self.window is None or not self._dropped or not length:
+            return
+        oldest = self.sink_length + self._dropped
+        if length < slots or length - self.window.length + 1 < oldest:
+            raise ValueError(
+                f"crop: with {length} of {self.get_seq_length()} tokens left, the window of {self.window.length} would "
+                f"reach back to tokens that {self.technique!r} has freed (the oldest left is {oldest}). Fix: call "
+                f"cache.activate_past_recording() before the tokens that may be taken back, {RECORDED} at most"
+            )
+
+    def _remove(self, remove: int, length: int) -> None:
         if length == 0:
             self._clear()
         elif self._packed is None or remove <= self._exact_length - self.sink_length:
@@ -235,7 +371,7 @@ class SegmentedLayer(KVLayer):
     def _cut(self, length: int) -> None:
         """Drop blocks; the tokens that are left of a cut one become the residual."""
         assert self._exact is not None and self._packed is not None
-        count, rest = divmod(length - self.sink_length, self.block_length)
+        count, rest = divmod(length - self.sink_length - self._dropped, self.block_length)
         for buffer, store in zip(self._exact, self._packed, strict=True):
             if rest:
                 tokens = kernels.unpack(store.view().narrow(count, 1), buffer.dtype)
@@ -243,9 +379,9 @@ class SegmentedLayer(KVLayer):
                 buffer[:, :, self.sink_length : self.sink_length + rest] = tokens[:, :, :rest]
             store.truncate(count)
         self._exact_length = self.sink_length + rest
-        if count == 0 and self._order is None:
+        if count == 0 and not self._dropped and self._order is None:
             self._packed = None
-        elif count == 0:
+        elif count == 0 and not self._dropped:
             self._unpack_all(length)
 
     def map_rows(self, rows: torch.Tensor) -> None:
@@ -280,25 +416,16 @@ class SegmentedLayer(KVLayer):
         """Bytes after a prompt of that many tokens; a cache that grew to it has the room of `PackedStore` besides."""
         blocks = max(0, (tokens - self.sink_length - self.residual_length) // self.block_length)
         exact = max(tokens - blocks * self.block_length, self._room) if tokens else 0
-        packed = self.key_format(shape.key_dim).block_bytes + self.value_format(shape.value_dim).block_bytes
-        per_head = exact * (shape.key_dim + shape.value_dim) * shape.itemsize + blocks * packed
+        per_head = exact * (shape.key_dim + shape.value_dim) * shape.itemsize
+        if self.quantizer is not None:
+            behind = 0 if self.window is None else max(0, tokens - self.sink_length - self.window.length)
+            packed = self.key_format(shape.key_dim).block_bytes + self.value_format(shape.value_dim).block_bytes
+            per_head += max(0, blocks - behind // self.block_length) * packed
         return shape.batch_size * shape.kv_heads * per_head
 
     def elements(self) -> int:
-        """Numbers that the layer stands for: keys and values of all tokens."""
+        """Numbers that the layer stands for: keys and values of all tokens that are kept."""
         if self._exact is None:
             return 0
         per_token = sum(buffer.shape[0] * buffer.shape[1] * buffer.shape[3] for buffer in self._exact)
-        return per_token * self.get_seq_length()
-
-
-def _without_padding(states: torch.Tensor, real: torch.Tensor, block_length: int) -> torch.Tensor:
-    """Replace padding by a real token of its block, so that it widens no group's range; zeros where there is none.
-
-    ``states`` is ``[batch, heads, tokens, head_dim]``, ``real`` ``[batch, tokens]``.
-    """
-    blocks = states.unflatten(2, (-1, block_length))
-    real = real.unflatten(1, (-1, block_length))[:, None, :, :, None]
-    index = real.int().argmax(dim=3, keepdim=True).expand(*blocks.shape[:3], 1, blocks.shape[4])
-    substitute = blocks.gather(3, index) * real.any(dim=3, keepdim=True)
-    return torch.where(real, blocks, substitute).flatten(2, 3)
+        return per_token * self.kept_length

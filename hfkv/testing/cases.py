@@ -53,7 +53,11 @@ class CacheCase:
         """An empty cache for a model, with further options on top of the case's own."""
         from ..cache.build import make_cache
 
-        return make_cache(self.spec.name, model, **{**self.options, **options})
+        return make_cache(self.spec.name, model, **{**self.options_for(model), **options})
+
+    def options_for(self, model: Any) -> dict[str, Any]:
+        """The case's options, and those that this type of model needs."""
+        return {**self.options, **self.spec.contract_model_options.get(model.config.model_type, {})}
 
     def reference(self, model: Any) -> Cache | None:
         """A cache for one forward that shows what the technique stands for; None where that is the plain model."""

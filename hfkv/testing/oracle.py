@@ -5,8 +5,9 @@ Tokens are never compared: on random models they agree or disagree by luck. Ever
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ import torch
 import transformers
 from transformers.cache_utils import Cache
 
+from ..cache.layer import KVLayer
+from ..defaults import set_default
 from .cases import CacheCase
+from .forgetting import Pattern, forgetting
 from .models import PROMPT_LENGTH, decoder_cache, load, logits_error
 
 # what float32 leaves between two orders of summation
@@ -49,7 +53,7 @@ class Judge:
         Skips, visibly, what this release of transformers cannot do with its own cache either.
         """
         case = self.case
-        asked = {"cache_implementation": case.spec.name, "cache_config": dict(case.options)}
+        asked = {"cache_implementation": case.spec.name, "cache_config": case.options_for(self.tiny.model)}
         try:
             output = self.tiny.generate(ids, **asked, **arguments)
         except NotImplementedError:
@@ -106,13 +110,37 @@ class Judge:
         return self.logits(sequences)[:, -new_tokens - 1 : -1]
 
     def logits(self, sequences: torch.Tensor) -> torch.Tensor:
-        """What the logits have to be: those of one forward without a cache, or with the technique's reference."""
-        return self.tiny.logits(sequences, self.reference())
+        """What the logits have to be: those of one forward without a cache, or with the technique's reference.
+
+        A technique that forgets says what may be seen; its sequences have no padding.
+        """
+        with self.forgetting(sequences.shape[1]):
+            return self.tiny.logits(sequences, self.reference())
 
     def reference(self) -> Cache | None:
         """The cache that the right logits need: none, or the technique's reference, new for one forward."""
         reference = self.case.reference(self.tiny.model)
         return None if reference is None else self.tiny.wrapped(reference)
+
+    @contextmanager
+    def forgetting(self, length: int) -> Iterator[None]:
+        """Let the model without a cache see of sequences of this length what the technique lets it see."""
+        patterns = self._patterns(length)
+        with forgetting(self.tiny.model, patterns) if patterns else nullcontext():
+            yield
+
+    def _patterns(self, length: int) -> dict[int, Pattern]:
+        layers = enumerate(decoder_cache(self.cache()).layers)
+        asked = {index: layer.attended(length) for index, layer in layers if isinstance(layer, KVLayer)}
+        return {index: pattern for index, pattern in asked.items() if pattern is not None}
+
+    def assistant(self) -> Any:
+        """An assistant that is often right: it forgets what the technique forgets."""
+        assistant = self.tiny.assistant
+        if self._patterns(1):
+            assistant = copy.deepcopy(assistant)
+            set_default(assistant, self.case.spec.name, **self.case.options_for(assistant))
+        return assistant
 
     def replay(self, sequences: torch.Tensor, prompt_length: int, chunk: int | None = None) -> torch.Tensor:
         """The logits of the same cache in a manual loop: the prompt (in chunks), then token by token."""
@@ -123,7 +151,7 @@ class Judge:
     def faithful(self, actual: torch.Tensor, expected: torch.Tensor, what: str, hint: str = "") -> None:
         """Fail unless logits are those of the plain model, within what the spec declares.
 
-        A cache that forgets by design (``contract_tolerance=None``) has no such bound and skips, visibly.
+        A cache with ``contract_tolerance=None`` has no such bound and skips, visibly.
         """
         spec = self.case.spec
         if spec.lossless:

@@ -102,7 +102,7 @@ def test_batch_with_padded_sources(hfkv_case: CacheCase, family: str, attention:
     output = judge.generate(ids, input_ids=source, attention_mask=(source != PADDING).long())
     actual = judge.generated(output)
     for row, length in enumerate((7, 12)):
-        with torch.no_grad():
+        with torch.no_grad(), judge.forgetting(output.sequences.shape[1]):
             alone = tiny.model(
                 input_ids=source[row : row + 1, :length],
                 decoder_input_ids=output.sequences[row : row + 1],
@@ -133,7 +133,7 @@ def test_assisted_decoding(hfkv_case: CacheCase, family: str, attention: str) ->
     """Drafts that the model rejects leave no trace; a cache that cannot crop says so."""
     judge = Judge(hfkv_case, family, attention)
     with judge.capability("crop"):
-        output, lengths = _counted(judge, judge.tiny.prompt(), assistant_model=judge.tiny.assistant)
+        output, lengths = _counted(judge, judge.tiny.prompt(), assistant_model=judge.assistant())
         assert len(lengths) < NEW_TOKENS, "no draft was accepted: this proves nothing"
         assert sum(lengths) > PROMPT_LENGTH + NEW_TOKENS - 1, "no draft was rejected: this proves nothing"
         _check_drafts(judge, output, "assisted decoding")

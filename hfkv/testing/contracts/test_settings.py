@@ -94,9 +94,10 @@ def test_generation_config_is_saved_and_loaded(hfkv_case: CacheCase, family: str
     judge = Judge(hfkv_case, family, "sdpa")
     tiny = judge.tiny
     settings = copy.deepcopy(tiny.model.generation_config)
+    options = hfkv_case.options_for(tiny.model)
     settings.update(
         cache_implementation=hfkv_case.spec.name,
-        cache_config=dict(hfkv_case.options),
+        cache_config=options,
         max_new_tokens=NEW_TOKENS,
         suppress_tokens=[PADDING],
         return_dict_in_generate=True,
@@ -104,7 +105,7 @@ def test_generation_config_is_saved_and_loaded(hfkv_case: CacheCase, family: str
     )
     settings.save_pretrained(tmp_path)
     loaded = transformers.GenerationConfig.from_pretrained(tmp_path)
-    assert (loaded.cache_implementation, loaded.cache_config) == (hfkv_case.spec.name, dict(hfkv_case.options))
+    assert (loaded.cache_implementation, loaded.cache_config) == (hfkv_case.spec.name, options)
     ids = tiny.prompt()
     output = tiny.model.generate(**tiny.inputs(ids), generation_config=loaded)
     judge.is_ours(tiny.cache_of(output))
