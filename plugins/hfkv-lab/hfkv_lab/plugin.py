@@ -13,3 +13,8 @@ def hfkv_subcommands() -> Iterator[hfkv.SubcommandSpec]:
         summary="what caches cost in quality, measured while decoding; the studies",
         load="hfkv_lab.eval:main",
     )
+    yield hfkv.SubcommandSpec(
+        name="plan",
+        summary="what fits on a card: weights, caches, users and context, by arithmetic alone",
+        load="hfkv_lab.plan_command:main",
+    )
