@@ -189,9 +189,14 @@ def _model(name: str, config: PretrainedConfig, parameters: Parameters) -> PlanM
     for field, option in NEEDED.items():
         if getattr(config, field, None) is None:
             raise ValueError(f"{type(config).__name__} has no {field}. Fix: say it with {option}")
+    return PlanModel(name, config, parameters, config.num_attention_heads, layer_shapes(config))
+
+
+def layer_shapes(config: PretrainedConfig) -> tuple[LayerShape, ...]:
+    """What each layer stores of a token."""
     # heterogeneous models have a config for each layer
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    return PlanModel(name, config, parameters, config.num_attention_heads, tuple(map(_shape, layers)))
+    return tuple(map(_shape, layers))
 
 
 def _shape(config: PretrainedConfig) -> LayerShape:
