@@ -203,6 +203,10 @@ def test_cache_is_read_from_a_file_as_generate_takes_it(tmp_path):
     path.write_text('{"cache_implementation": "kivi", "cache_config": {"nbits": 2}}')
     assert parse_cache(str(path)) == Setting("kivi", {"nbits": 2}, "tuned")
     assert parse_cache(str(path)).label == "tuned"
+    default = tmp_path / "mine" / "generation_config.json"
+    default.parent.mkdir()
+    default.write_text('{"hfkv": {"cache": "kivi", "nbits": 3}, "eos_token_id": 0}')
+    assert parse_cache(str(default)) == Setting("kivi", {"nbits": 3}, "mine")
     path.write_text('{"cache_config": {"nbits": 2}}')
     with pytest.raises(ValueError, match=r"names no cache\. Fix: write it as"):
         parse_cache(str(path))

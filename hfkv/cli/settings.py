@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
+from ..defaults import KEY
 from ..specs import CacheSpec
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ PLAIN = Setting("dynamic")
 def parse_cache(text: str, shared: Iterable[str] = ()) -> Setting:
     """``NAME:key=value,key=value`` with the ``key=value`` texts that all caches share; its own come first.
 
-    A file ``NAME.json`` is what `generate` takes: ``{"cache_implementation": ..., "cache_config": {...}}``.
+    A file ``NAME.json`` is what `generate` takes: ``{"cache_implementation": ..., "cache_config": {...}}``, or a
+    ``generation_config.json`` with the default that `hfkv.set_default` stores.
 
     Raises
     ------
@@ -119,11 +121,17 @@ def _read(path: Path) -> Setting:
         raise ValueError(f"{str(path)!r}: no such file. Fix: name one that is there, or write NAME:key=value") from None
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}. Fix: write it as {form}") from error
-    name = content.get("cache_implementation") if isinstance(content, dict) else None
-    options = content.get("cache_config") or {} if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} names no cache. Fix: write it as {form}")
+    # a generation_config.json may have both; what it names outright comes first, as in `generate`
+    options = content.get("cache_config") or {}
+    name = content.get("cache_implementation")
+    if name is None and isinstance(content.get(KEY), dict):
+        options = dict(content[KEY])
+        name = options.pop("cache", None)
     if not isinstance(name, str) or not isinstance(options, dict):
         raise ValueError(f"{str(path)!r} names no cache. Fix: write it as {form}")
-    return Setting(name, options, path.stem)
+    return Setting(name, options, path.parent.name if path.name == "generation_config.json" else path.stem)
 
 
 def _split(text: str) -> list[str]:

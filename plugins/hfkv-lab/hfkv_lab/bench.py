@@ -146,9 +146,7 @@ def _run(model: PreTrainedModel, prompts: torch.Tensor, setting: Setting, measur
         begin = time.perf_counter()
         times, output = _generate(model, prompts, setting, measured.load.new_tokens)
     measured.first_token.append(times[0] - begin)
-    measured.per_token.append(
-        statistics.median(after - before for before, after in itertools.pairwise(times))
-    )
+    measured.per_token.append(statistics.median(after - before for before, after in itertools.pairwise(times)))
     measured.peak_bytes.append(highest.bytes)
     measured.stored_bytes = memory(output).stored_bytes
     return highest.method

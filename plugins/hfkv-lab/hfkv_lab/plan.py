@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from hfkv.cache import KVLayer, StateShape
 from hfkv.cache.build import build_cache
+from hfkv.cache.memory import tensor_bytes
 from hfkv.cli.settings import Setting
 
 from .plan_model import PlanModel
@@ -85,7 +86,8 @@ def _layer_bytes(layer: Any, tokens: int, shape: StateShape) -> int:
     if isinstance(layer, KVLayer):
         return layer.planned_bytes(tokens, shape)
     per_token = shape.kv_heads * (shape.key_dim + shape.value_dim) * shape.itemsize
-    return per_token * _held(layer, tokens)
+    # a sliding layer keeps its window's length in a tensor
+    return per_token * _held(layer, tokens) + sum(tensor_bytes(layer).values())
 
 
 def _held(layer: Any, tokens: int) -> int:

@@ -7,18 +7,17 @@ the reference's predictions are kept. What is measured is `hfkv.cli.quality.comp
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hfkv import integration
 from hfkv.cache import KVLayer
 from hfkv.cache.build import build_cache
+from hfkv.cli.quality import log_probabilities, read
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,10 @@ class Scorer:
     def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, prefill: int, chunk: int = 16) -> None:
         if not 0 < prefill < input_ids.shape[1]:
             raise ValueError(f"prefill={prefill} must leave tokens to decode: there are {input_ids.shape[1]}")
-        self._model = model
-        self._pieces = input_ids[:, prefill:].split(chunk, dim=1)
-        self._argument = integration.cache_argument(model)
+        self._model, self._decoded, self._chunk = model, input_ids[:, prefill:], chunk
         self._prompt = DynamicCache(config=model.config.get_text_config(decoder=True))
-        # the prompt's own logits are not needed, and would be the largest tensor of the run
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        with torch.no_grad():
-            model(input_ids[:, :prefill], **{self._argument: self._prompt}, **last)
-        self._expected = self._predict(copy.deepcopy(self._prompt))
+        read(model, input_ids[:, :prefill], self._prompt)
+        self._expected = list(self._predict(copy.deepcopy(self._prompt)))
 
     def score(self, name: str, options: Mapping[str, Any]) -> Score:
         """The cache of that name and those options against the plain one."""
@@ -76,7 +70,7 @@ class Scorer:
         error = float(each.std() / len(each) ** 0.5) if len(each) > 1 else 0.0
         return Score(float(each.mean()), error, float(torch.cat(same).double().mean()))
 
-    def _filled(self, name: str, options: Mapping[str, Any]) -> Any:
+    def _filled(self, name: str, options: Mapping[str, Any]) -> Cache:
         """A cache that has seen the prompt."""
         cache = build_cache(name, self._model, options)
         for index, plain in enumerate(self._prompt.layers):
@@ -90,9 +84,6 @@ class Scorer:
                 )
         return cache
 
-    def _predict(self, cache: Any) -> list[torch.Tensor]:
+    def _predict(self, cache: Cache) -> Iterator[torch.Tensor]:
         """``[rows, chunk, vocabulary]`` log-probabilities of each chunk."""
-        with torch.no_grad():
-            return [
-                self._model(piece, **{self._argument: cache}).logits.float().log_softmax(-1) for piece in self._pieces
-            ]
+        return log_probabilities(self._model, self._decoded, 0, cache, self._chunk)

@@ -73,8 +73,8 @@ def main(
 
     with working(console, "importing torch and transformers"):
         from hfkv.cli import comparison
-        from hfkv.cli.prompts import long_text
 
+        from . import text as texts
         from .tune_run import Plan, run
         from .tune_space import Space
     (technique,) = settings([cache])
@@ -95,7 +95,7 @@ def main(
         limit=limit,
         like=like,
         context=context or min(8192, limit_of_model),
-        text=long_text() if text is None else text.read_text(encoding="utf-8"),
+        text=texts.read(text).content,
         search=search_tokens,
         check=check_tokens,
     )
