@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
 from hfkv import registry
 from hfkv.cache import (
     CacheOptions,
@@ -20,8 +22,10 @@ from hfkv.cache import (
     SegmentedLayer,
     check_choice,
     check_length,
+    make_window,
     option,
 )
+from hfkv.cache.window import POSITIONS
 from hfkv.specs import KVQuantizerSpec
 
 WIDTHS = (2, 3, 4, 8)
@@ -44,6 +48,15 @@ class KiviOptions(CacheOptions):
     group_size: int = option(32, "elements that share a scale and an offset, and tokens per block; a multiple of 8")
     residual_length: int = option(128, "newest tokens kept in full precision")
     sink_length: int = option(4, "first tokens kept in full precision")
+    window_length: int | None = option(
+        None, "newest tokens that each query sees besides the sinks; older blocks are freed (by default none is)"
+    )
+    positions: str | None = option(
+        None, "with window_length, where the sinks stand: right before the window (cache, the default) or absolute"
+    )
+    quantize_sliding: bool = option(
+        False, "pack the local layers of a hybrid model too, up to the newest half of their window"
+    )
     backend: str = option("rtn", "the quantizer that decides codes, scale and offset")
     key_axis: str = option("channel", "what a group of keys belongs to: channel or token")
     value_axis: str = option("token", "what a group of values belongs to: channel or token")
@@ -55,6 +68,8 @@ class KiviOptions(CacheOptions):
         check_length("group_size", self.group_size, multiple=8, minimum=8)
         check_length("residual_length", self.residual_length)
         check_length("sink_length", self.sink_length)
+        check_choice("quantize_sliding", self.quantize_sliding, (False, True))
+        self._check_window()
         spec = registry.manager().find(KVQuantizerSpec, self.backend, "backend")
         for name, value in (("nbits", self.nbits), ("key_nbits", self.key_nbits), ("value_nbits", self.value_nbits)):
             if value is not None:
@@ -66,6 +81,20 @@ class KiviOptions(CacheOptions):
                     f"{given}={width} is not supported by backend={self.backend!r}. Choose from: "
                     f"{', '.join(map(str, spec.nbits))}, or another backend"
                 )
+
+    def _check_window(self) -> None:
+        if self.window_length is not None:
+            least = self.residual_length + self.group_size
+            check_length("window_length", self.window_length, minimum=1)
+            if self.window_length < least:
+                raise ValueError(
+                    f"window_length={self.window_length} with residual_length={self.residual_length} and "
+                    f"group_size={self.group_size} leaves nothing to pack: use at least {least}, or a shorter residual"
+                )
+        if self.positions is not None:
+            check_choice("positions", self.positions, POSITIONS)
+            if self.window_length is None:
+                raise ValueError(f"positions={self.positions!r} is about a window: set window_length, or leave it out")
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -102,13 +131,28 @@ class KiviLayer(SegmentedLayer):
     options: KiviOptions
 
     def __init__(self, options: KiviOptions, context: LayerContext) -> None:
+        sinks, residual, window = options.sink_length, options.residual_length, None
+        if isinstance(context.default, DynamicSlidingWindowLayer):
+            # a local layer loses its first tokens with or without us
+            sinks, window = 0, make_window(context, length=context.default.sliding_window)
+            residual = min(residual, window.length // 2)
+        elif options.window_length is not None:
+            positions = options.positions or "cache"
+            window = make_window(context, length=options.window_length, sink_length=sinks, positions=positions)
         super().__init__(
             options,
             context,
-            sink_length=options.sink_length,
-            residual_length=options.residual_length,
+            sink_length=sinks,
+            residual_length=residual,
             block_length=options.group_size,
+            window=window,
         )
+
+    @classmethod
+    def takes(cls, options: CacheOptions, layer: Any) -> bool:
+        """Full attention, and local layers where they are asked for."""
+        assert isinstance(options, KiviOptions)
+        return super().takes(options, layer) or (options.quantize_sliding and type(layer) is DynamicSlidingWindowLayer)
 
     def make_quantizer(self) -> KVQuantizer:
         """The backend's quantizer."""
