@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from .specs import WeightQuantizerSpec as WeightQuantizerSpec
     from .speculation.door import assistant as assistant
     from .speculation.stats import stats as stats
+    from .weights.config import WeightConfig as WeightConfig
+    from .weights.quantize import quantize_weights as quantize_weights
+    from .weights.report import WeightReport as WeightReport
+    from .weights.report import describe as describe
 
 __version__ = "0.1.0"
 
@@ -55,6 +59,10 @@ _HOME = {
     "SubcommandSpec": "specs",
     "TrainerSpec": "specs",
     "WeightQuantizerSpec": "specs",
+    "WeightConfig": "weights.config",
+    "quantize_weights": "weights.quantize",
+    "describe": "weights.report",
+    "WeightReport": "weights.report",
 }
 
 

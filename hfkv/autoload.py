@@ -20,6 +20,7 @@ WATCHED = {
     "transformers.generation.configuration_utils": "add_names",
     "transformers.generation.utils": "wrap_generation",
     "transformers.models.diffusion_gemma.generation_diffusion_gemma": "keep_names_out",
+    "transformers.quantizers.auto": "add_weight_quantizer",
 }
 
 _logger = logging.getLogger("hfkv")

@@ -11,7 +11,9 @@ What is patched, and undone by `restore`:
   `generate` drops them where ``custom_generate`` is a function;
 * ``GenerationMixin._sample``: decodes with a model's default assistant;
 * the attention function ``"sdpa"``: reads packed handles without dequantizing them;
-* ``AttentionInterface.get_interface``: lets every attention function, a model's own eager one too, read windows.
+* ``AttentionInterface.get_interface``: lets every attention function, a model's own eager one too, read windows;
+* the mappings of ``quantizers.auto``: ``quant_method="hfkv"`` is the config and the quantizer of `hfkv.weights`, whose
+  `hfkv.weights.hf_quantizer` and `hfkv.weights.encode` implement what transformers asks of a quantizer.
 
 DiffusionGemma's copy of the names is put back (`keep_names_out`): it builds its own caches.
 """
@@ -78,6 +80,15 @@ def keep_names_out(diffusion_gemma: ModuleType) -> None:
     # not there in a release that no longer copies it
     names = getattr(diffusion_gemma, _NAMES, ())
     setattr(diffusion_gemma, _NAMES, tuple(name for name in names if name not in cache_names()))
+
+
+def add_weight_quantizer(auto: ModuleType) -> None:
+    """Let `from_pretrained` read and make quantized weights of ours; no plugin is loaded for it."""
+    from .weights.config import METHOD, WeightConfig
+    from .weights.hf_quantizer import HFKVWeightQuantizer
+
+    patching.add(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD, WeightConfig)
+    patching.add(auto.AUTO_QUANTIZER_MAPPING, METHOD, HFKVWeightQuantizer)
 
 
 def wrap_generation(utils: ModuleType) -> None:

@@ -29,7 +29,10 @@ class _Patch:
 
     def undo(self) -> None:
         if isinstance(self.owner, MutableMapping):
-            self.owner[self.name] = self.original
+            if self.original is _MISSING:
+                del self.owner[self.name]
+            else:
+                self.owner[self.name] = self.original
         elif self.original is _MISSING:
             delattr(self.owner, self.name)
         else:
@@ -64,6 +67,23 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     else:
         setattr(owner, name, installed)
     _patches[id(owner), name] = _Patch(owner, name, original, installed)
+
+
+def add(mapping: MutableMapping[str, Any], name: str, value: Any) -> None:
+    """Add an item to a mapping, unless ours is there.
+
+    Raises
+    ------
+    ValueError
+        Somebody else has added one of that name.
+    """
+    done = _patches.get((id(mapping), name))
+    if done is not None and done.in_place:
+        return
+    if name in mapping:
+        raise ValueError(f"{name!r} is taken, by {mapping[name]!r}")
+    mapping[name] = value
+    _patches[id(mapping), name] = _Patch(mapping, name, _MISSING, value)
 
 
 def undo(owner: Any, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 
@@ -117,7 +118,15 @@ class KernelSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightQuantizerSpec(Spec):
-    """A weight-quantization backend; ``load`` names its quantizer class."""
+    """A weight-quantization backend; ``load`` names a subclass of `hfkv.weights.QuantizedLinear`.
+
+    Parameters
+    ----------
+    contract_options
+        Every setting that the contracts are run with: each width and each kind of grid once.
+    """
+
+    contract_options: tuple[Mapping[str, Any], ...] = (MappingProxyType({}),)
 
 
 @dataclass(frozen=True, kw_only=True)

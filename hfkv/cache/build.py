@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import integration, registry
+from ..layer_range import layer_indices
 from ..specs import CacheSpec
 from .cache import HFKVCache
 from .layer import KVLayer, LayerContext
@@ -131,7 +131,7 @@ def _overrides(
     result: dict[int, Technique | None] = {}
     for key, override in given.items():
         technique = _override(key, override, name, base)
-        indices = _indices(key, len(layers))
+        indices = layer_indices(key, len(layers))
         if technique is None:
             named = [index for index in indices if index in eligible]
         else:
@@ -162,15 +162,3 @@ def _override(key: object, override: Any, name: str, base: Mapping[str, Any]) ->
         return find_technique(technique, own, named_in)
     layer_class: type[KVLayer] = registry.find(CacheSpec, name, named_in)
     return find_technique(name, layer_class.Options.merge(base, own), named_in)
-
-
-def _indices(key: object, count: int) -> range:
-    match = re.fullmatch(r"(-?\d+)(?:-(\d+))?", str(key).strip())
-    if match is None:
-        raise ValueError(f"layers[{key!r}]: write a layer as '0' or '-1', or a range as '1-3'")
-    first = int(match[1])
-    first = first + count if first < 0 else first
-    last = first if match[2] is None else int(match[2])
-    if not 0 <= first <= last < count:
-        raise ValueError(f"layers[{key!r}] is outside this model's layers 0 to {count - 1}")
-    return range(first, last + 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
-from ..specs import CacheSpec, KVQuantizerSpec, Spec, load
+from ..specs import CacheSpec, KVQuantizerSpec, Spec, WeightQuantizerSpec, load
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..cache.cache import HFKVCache
     from ..cache.layer import KVLayer
     from ..cache.quantizer import KVQuantizer
+    from ..weights import QuantizedLinear
+    from ..weights.config import WeightConfig
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,41 @@ class QuantizerCase:
         return quantizer
 
 
+@dataclass(frozen=True)
+class WeightCase:
+    """One weight quantizer of the matrix, with one of the settings that it declares.
+
+    Attributes
+    ----------
+    spec
+        The quantizer's record.
+    options
+        One of the spec's ``contract_options``.
+    """
+
+    spec: WeightQuantizerSpec
+    options: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """What it is called in test ids and messages."""
+        return ",".join([self.spec.name, *(f"{key}={value}" for key, value in self.options.items())])
+
+    @property
+    def layer_class(self) -> type[QuantizedLinear]:
+        """The class that the spec loads."""
+        loaded: type[QuantizedLinear] = self.spec.resolve()
+        return loaded
+
+    def config(self, **more: Any) -> WeightConfig:
+        """The config of this setting, with more keywords."""
+        from ..weights.config import WeightConfig
+
+        return WeightConfig(self.spec.name, **{**self.options, **more})
+
+
 # what contracts are written about
-TESTED: tuple[type[Spec], ...] = (CacheSpec, KVQuantizerSpec)
+TESTED: tuple[type[Spec], ...] = (CacheSpec, KVQuantizerSpec, WeightQuantizerSpec)
 
 
 def select(plugins: Iterable[str] = (), caches: Iterable[str] = ()) -> list[CacheCase]:
@@ -139,6 +174,17 @@ def select_quantizers(plugins: Iterable[str] = ()) -> list[QuantizerCase]:
         for spec in specs:
             manager.find(KVQuantizerSpec, spec.name, "backend")
     return [QuantizerCase(spec, nbits) for spec in specs for nbits in spec.nbits]
+
+
+def select_weights(plugins: Iterable[str] = ()) -> list[WeightCase]:
+    """The weight quantizers to test, by plugin (none means all), with each of their settings; errors as in `select`."""
+    manager = registry.manager()
+    wanted = _wanted(plugins)
+    specs = [spec for spec in manager.specs(WeightQuantizerSpec).values() if manager.owner(spec) in wanted]
+    if plugins:
+        for spec in specs:
+            manager.find(WeightQuantizerSpec, spec.name, "backend")
+    return [WeightCase(spec, options) for spec in specs for options in spec.contract_options]
 
 
 def _wanted(plugins: Iterable[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""The pytest plugin: runs every test that takes ``hfkv_case`` or ``hfkv_quantizer`` over what is installed.
+"""The pytest plugin: runs tests that take ``hfkv_case``, ``hfkv_quantizer`` or ``hfkv_weights`` over what is installed.
 
 Imports neither torch nor transformers, and costs a test run without such tests nothing.
 """
@@ -16,7 +16,7 @@ from . import cases
 pytest.register_assert_rewrite("hfkv.testing.contracts", "hfkv.testing.models", "hfkv.testing.oracle")
 
 # what a test takes to be run over what is installed
-FIXTURES = {"hfkv_case", "hfkv_quantizer"}
+FIXTURES = {"hfkv_case", "hfkv_quantizer", "hfkv_weights"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes ``hfkv_case`` once for each cache, one that takes ``hfkv_quantizer`` for each quantizer."""
+    """Run a test that takes one of `FIXTURES` once for each cache, KV quantizer or weight quantizer."""
     for fixture in FIXTURES.intersection(metafunc.fixturenames):
         cases = _selected(metafunc.config, fixture)
         # None marks a test that `pytest_collection_modifyitems` takes out again
@@ -72,8 +72,9 @@ def _selected(config: pytest.Config, fixture: str = "hfkv_case") -> list[Any]:
         if fixture == "hfkv_case":
             found: list[Any] = cases.select(plugins, caches)
         else:
+            select = cases.select_quantizers if fixture == "hfkv_quantizer" else cases.select_weights
             # who names a cache wants that cache tested
-            found = [] if caches else cases.select_quantizers(plugins)
+            found = [] if caches else select(plugins)
     except (ValueError, ImportError) as error:
         raise pytest.UsageError(str(error)) from error
     if fixture == "hfkv_case" and not found and not plugins:
@@ -81,6 +82,6 @@ def _selected(config: pytest.Config, fixture: str = "hfkv_case") -> list[Any]:
     return found
 
 
-def _reason_to_skip(case: cases.CacheCase | cases.QuantizerCase) -> list[pytest.MarkDecorator]:
+def _reason_to_skip(case: cases.CacheCase | cases.QuantizerCase | cases.WeightCase) -> list[pytest.MarkDecorator]:
     problems = registry.unmet(case.spec)
     return [pytest.mark.skip(reason=f"{case.spec.name} needs {'; '.join(problems)}")] if problems else []

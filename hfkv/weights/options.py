@@ -1,0 +1,41 @@
+"""Options of a weight-quantization backend: a dataclass whose fields are the documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from .. import registry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightOptions:
+    """Base of every backend's options; `__post_init__` of a subclass checks the values, which JSON must know."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], backend: str, named_in: str = "WeightConfig") -> Self:
+        """Options from what a user wrote.
+
+        Parameters
+        ----------
+        named_in
+            Where the user wrote it, for the message.
+
+        Raises
+        ------
+        ValueError
+            An unknown option (the message lists the valid ones and the closest) or a value that is not allowed.
+        """
+        fields = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in fields:
+                raise ValueError(
+                    f"{named_in} option {key!r} is not known to {backend!r}. Valid options: "
+                    f"{', '.join(fields)}, skip, layers.{registry.closest(key, [*fields, 'skip', 'layers'])}"
+                )
+        return cls(**given)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The options as they are saved."""
+        return dataclasses.asdict(self)

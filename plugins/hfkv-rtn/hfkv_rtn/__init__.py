@@ -1,0 +1,1 @@
+"""Round-to-nearest weights for hfkv."""
