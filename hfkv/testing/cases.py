@@ -128,6 +128,20 @@ class WeightCase:
         return WeightConfig(self.spec.name, **{**self.options, **more})
 
 
+@dataclass(frozen=True)
+class WeightCases:
+    """All of them, for a contract that is too costly to run for each.
+
+    Attributes
+    ----------
+    cases
+        Those whose requirements are met.
+    """
+
+    cases: tuple[WeightCase, ...]
+    label: str = "all"
+
+
 # what contracts are written about
 TESTED: tuple[type[Spec], ...] = (CacheSpec, KVQuantizerSpec, WeightQuantizerSpec)
 

@@ -16,7 +16,7 @@ from . import cases
 pytest.register_assert_rewrite("hfkv.testing.contracts", "hfkv.testing.models", "hfkv.testing.oracle")
 
 # what a test takes to be run over what is installed
-FIXTURES = {"hfkv_case", "hfkv_quantizer", "hfkv_weights"}
+FIXTURES = {"hfkv_case", "hfkv_quantizer", "hfkv_weights", "hfkv_all_weights"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,11 +77,16 @@ def _selected(config: pytest.Config, fixture: str = "hfkv_case") -> list[Any]:
             found = [] if caches else select(plugins)
     except (ValueError, ImportError) as error:
         raise pytest.UsageError(str(error)) from error
+    if fixture == "hfkv_all_weights":
+        usable = tuple(case for case in found if not registry.unmet(case.spec))
+        return [cases.WeightCases(usable)] if usable else []
     if fixture == "hfkv_case" and not found and not plugins:
         raise pytest.UsageError("no installed plugin provides a cache: see `hfkv list`")
     return found
 
 
-def _reason_to_skip(case: cases.CacheCase | cases.QuantizerCase | cases.WeightCase) -> list[pytest.MarkDecorator]:
+def _reason_to_skip(case: Any) -> list[pytest.MarkDecorator]:
+    if isinstance(case, cases.WeightCases):
+        return []
     problems = registry.unmet(case.spec)
     return [pytest.mark.skip(reason=f"{case.spec.name} needs {'; '.join(problems)}")] if problems else []

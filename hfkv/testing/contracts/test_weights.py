@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hfkv
-from hfkv.testing.cases import WeightCase
+from hfkv.testing.cases import WeightCase, WeightCases
 from hfkv.testing.weights import IDS, logits, small_model
 from hfkv.weights import QuantizedLinear
 
@@ -84,10 +84,10 @@ def test_in_place_is_the_same_as_loading(hfkv_weights: WeightCase, tmp_path: Pat
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(loaded))
 
 
-def test_another_process_needs_no_import(every_weight_case: list[WeightCase], tmp_path: Path) -> None:
+def test_another_process_needs_no_import(hfkv_all_weights: WeightCases, tmp_path: Path) -> None:
     """Where hfkv is installed, ``from_pretrained(folder)`` is all; where it is off, every checkpoint fails to load."""
     expected = []
-    for index, case in enumerate(every_weight_case):
+    for index, case in enumerate(hfkv_all_weights.cases):
         quantized = hfkv.quantize_weights(small_model(), case.config())
         quantized.save_pretrained(tmp_path / str(index))
         expected.append(logits(quantized)[:, : len(IDS[0])])
@@ -104,12 +104,12 @@ def test_another_process_needs_no_import(every_weight_case: list[WeightCase], tm
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "found")]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
-    for case, found, right in zip(every_weight_case, torch.load(tmp_path / "found"), expected, strict=True):
+    for case, found, right in zip(hfkv_all_weights.cases, torch.load(tmp_path / "found"), expected, strict=True):
         assert isinstance(found, torch.Tensor), f"{case.label}: {found}"
         assert torch.equal(found, right), case.label
     off = {**os.environ, "HFKV_AUTOLOAD": "0"}
     subprocess.run(command, env=off, check=True, capture_output=True, timeout=600)
-    for case, found in zip(every_weight_case, torch.load(tmp_path / "found"), strict=True):
+    for case, found in zip(hfkv_all_weights.cases, torch.load(tmp_path / "found"), strict=True):
         assert isinstance(found, str), f"{case.label} loaded where hfkv is off"
         assert "mismatch" in found, f"{case.label}: {found}"
 
