@@ -38,6 +38,9 @@ class Angles:
         self._module: weakref.ref[torch.nn.Module] | None = weakref.ref(module)
         self._keywords = keywords
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Angles:
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         return {"_module": None, "_keywords": self._keywords}
 
