@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .. import attention
+from .. import attention, integration
 
 _POSITIONS = (0, 1, 7)
 _TOKENS = 4
@@ -118,7 +118,7 @@ def find_rotation(model: PreTrainedModel, layer_idx: int) -> Rotation:
         There is no rotary embedding, or none that can be understood by asking.
     """
     found = _asked.get(model)
-    if found is None:
+    if not found:
         found = _asked[model] = _probe(model)
     rotation = found.get(layer_idx)
     if rotation is None:
@@ -141,6 +141,7 @@ def _probe(model: PreTrainedModel) -> dict[int, Rotation]:
             f'{type(model).__name__} has no rotary embedding in a decoder alone, and positions="cache" moves the sinks '
             f"by it. {_ABSOLUTE}"
         )
+    integration.enable_fused_attention()
     queries: dict[int, torch.Tensor] = {}
 
     def note(module: Any, query: torch.Tensor) -> None:

@@ -10,8 +10,9 @@ from ..cache.view import KVView
 from ..cache.window import WindowView
 from . import attend as attend_packed
 
-# queries that are attended to at once: what they see of a long prompt is little more than a window
-CHUNK = 256
+# queries that are attended to at once: what they see of a long prompt is little more than a window, and their scores
+# stay in the processor's cache
+CHUNK = 64
 _HIDDEN = torch.finfo(torch.float32).min
 
 
@@ -76,7 +77,8 @@ def attend(
             scores.append(s_aux.float().reshape(1, -1, 1, 1).expand(*scores[0].shape[:3], 1))
         weights = torch.cat(scores, dim=-1).softmax(dim=-1).to(query.dtype)
         shares = weights.split([part.shape[-1] for part in scores], dim=-1)
-        parts.append(torch.stack([_weigh(*pair) for pair in zip(shares, weighed, strict=False)]).sum(dim=0))
+        output = _weigh(shares[0], weighed[0])
+        parts.append(output if len(weighed) == 1 else output + _weigh(shares[1], weighed[1]))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
@@ -128,7 +130,8 @@ def _hide(
     joined = _joined(visible, _columns(mask, view, rows, tokens))
     if joined is None:
         return scores
-    return scores.masked_fill(~joined, _HIDDEN) if joined.dtype == torch.bool else scores + joined.float()
+    # they are ours, and no gradient needs them as they were
+    return scores.masked_fill_(~joined, _HIDDEN) if joined.dtype == torch.bool else scores.add_(joined)
 
 
 def _joined(visible: torch.Tensor | None, columns: torch.Tensor | None) -> torch.Tensor | None:
