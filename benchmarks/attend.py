@@ -11,12 +11,11 @@ KV head as rows of one product, as transformers does for one-token steps.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from timing import in_turns, machine_line
+from timing import Table, in_turns, machine_line
 
 from hfkv.cache import KVView, PackedBlocks, PackedFormat
 from hfkv_cpu.kernels import CpuKernels
@@ -101,25 +100,23 @@ def main() -> None:
     options = parser.parse_args()
     kernels = CpuKernels(options.isa)
     bandwidth = copy_bandwidth()
-    report = {"machine": machine_line(), "isa": kernels.isa, "copy_bytes_per_second": bandwidth, "rows": []}
-    if not options.json:
-        print(report["machine"])
-        print(f"kernels {kernels.isa}, copy bandwidth {bandwidth / 1e9:.1f} GB/s")
-        print("tokens     dtype  bits   sdpa ms packed ms  faster   GB/s  share")
+    report = {"machine": machine_line(), "isa": kernels.isa, "copy_bytes_per_second": bandwidth}
+    head = [
+        f"kernels {kernels.isa}, copy bandwidth {bandwidth / 1e9:.1f} GB/s",
+        "tokens     dtype  bits   sdpa ms packed ms  faster   GB/s  share",
+    ]
+    table = Table(report, head, options.json)
     for tokens in options.tokens:
         for dtype in options.dtype:
             for row in measure(kernels, options.heads, tokens, DTYPES[dtype], options.nbits, options.repeats):
                 row["share_of_copy_bandwidth"] = row["bytes_per_second"] / bandwidth
-                report["rows"].append(row)
-                if not options.json:
-                    print(
-                        f"{tokens:>6} {dtype:>9} {row['nbits']:>5} {row['sdpa_ms']:>9.3f} {row['packed_ms']:>9.3f} "
-                        f"{row['times_faster']:>6.2f}x {row['bytes_per_second'] / 1e9:>6.1f} "
-                        f"{row['share_of_copy_bandwidth']:>6.0%}",
-                        flush=True,
-                    )
-    if options.json:
-        print(json.dumps(report, indent=2))
+                table.add(
+                    row,
+                    f"{tokens:>6} {dtype:>9} {row['nbits']:>5} {row['sdpa_ms']:>9.3f} {row['packed_ms']:>9.3f} "
+                    f"{row['times_faster']:>6.2f}x {row['bytes_per_second'] / 1e9:>6.1f} "
+                    f"{row['share_of_copy_bandwidth']:>6.0%}",
+                )
+    table.close()
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -43,3 +45,36 @@ def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[st
             call()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Table:
+    """Rows that are printed as they come, under lines that say what they are; or one JSON object at the end.
+
+    Parameters
+    ----------
+    report
+        What the JSON object holds, ``"machine"`` among it, besides the rows.
+    head
+        The lines above the rows; the machine comes before them.
+    as_json
+        Which of the two.
+    """
+
+    def __init__(self, report: dict[str, Any], head: list[str], as_json: bool) -> None:
+        self.report: dict[str, Any] = {**report, "rows": []}
+        self.as_json = as_json
+        self._print(report["machine"], *head)
+
+    def _print(self, *lines: str) -> None:
+        if not self.as_json:
+            print(*lines, sep="\n", flush=True)
+
+    def add(self, row: dict[str, Any], line: str) -> None:
+        """Keep a row, and print it as this line."""
+        self.report["rows"].append(row)
+        self._print(line)
+
+    def close(self) -> None:
+        """Print the JSON object, where it was asked for."""
+        if self.as_json:
+            print(json.dumps(self.report, indent=2))

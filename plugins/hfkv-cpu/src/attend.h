@@ -11,6 +11,8 @@ namespace HFKV_ISA {
 
 // tokens between two updates of the softmax
 constexpr int64_t STEP = 128;
+// exact tokens that are floats at a time: they stay in the first-level cache
+constexpr int64_t EXACT = 32;
 // from here on it is cheaper to scale a tile's codes once than to fold the scales into every row
 constexpr int64_t FOLD_ROWS = 16;
 
@@ -27,6 +29,9 @@ struct Room {
         depth = round_up(k.head_dim, 64);
         width = round_up(larger(v.runs * v.group, v.head_dim), 32);
         const int64_t block = k.block_length;
+#if defined(__AVX512VNNI__)
+        integers = in_integers(a, rows);
+#endif
         step = larger(1, STEP / block);
         tokens = round_up(larger(step * block, STEP), 16) + 16;
         size = 0;
@@ -36,11 +41,11 @@ struct Room {
             return p;
         };
         query = take(rows * depth);
-        folded = take(larger(rows * depth, tokens));
+        folded = take(rows * larger(depth, tokens));
         scores = take(rows * tokens);
         output = take(rows * width);
         const int64_t packed = larger(depth * round_up(block, 16), block * width);
-        tile = take(larger(packed, STEP * larger(depth, width)));
+        tile = take(larger(packed, EXACT * larger(depth, width)));
         group = take(larger(k.group, v.group) + 16);
         // of one block, or of the values of a whole step
         const int64_t groups = larger(larger(depth, round_up(k.groups, 16)), round_up(v.groups * step, 64));
@@ -53,24 +58,23 @@ struct Room {
         shift = take(rows * v.runs);
         peak = take(rows);
 #if defined(__AVX512VNNI__)
-        if (in_integers(a, rows)) {
-            const int64_t chunks = larger(depth, round_up(step * block, CHUNK)) / CHUNK;
-            row_stride = round_up(rows, 4);
-            digits = (int8_t*)take(chunks * 3 * CHUNK * rows / 4);
-            sums = take(rows * GROUP);
-            dots = take(row_stride * 16);
-            bias = take(row_stride);
-            factor = take(rows);
-            unit = take(rows);
-        }
+        if (!integers) return;
+        const int64_t chunks = larger(depth, round_up(step * block, CHUNK)) / CHUNK;
+        digits = (int8_t*)take(chunks * 3 * CHUNK * rows / 4);
+        sums = take(rows * GROUP);
+        // a vector each: of one float a row
+        peaks = take(16);
+        factor = take(16);
+        unit = take(16);
+        bias = take(16);
 #endif
     }
 
 #if defined(__AVX512VNNI__)
     // of one product: the scores of a block, or the sums of a run of channels
     int8_t* digits = nullptr;
-    float *sums = nullptr, *dots = nullptr, *bias = nullptr, *factor = nullptr, *unit = nullptr;
-    int64_t row_stride = 0;
+    float *sums = nullptr, *peaks = nullptr, *factor = nullptr, *unit = nullptr, *bias = nullptr;
+    bool integers;
 
     // whether the folded products can be summed in integers: KIVI's geometry, and few rows
     static bool in_integers(const Attend& a, int64_t rows) {
@@ -85,6 +89,12 @@ static int64_t attend_scratch(const Attend& a) { return Room(a, nullptr).size; }
 
 // of one unit's partial result: the sums, then the maximum and the total of each row
 static int64_t partial_size(const Attend& a) { return a.unit_rows * (a.values.format.head_dim + 2); }
+
+struct Unit;
+#if defined(__AVX512VNNI__)
+// Attention to packed blocks `begin` to `end`, the products in integers (integer_steps.h).
+template <int DIGITS> static void integer_steps(Unit& unit, int64_t begin, int64_t end);
+#endif
 
 struct Unit {
     const Attend& a;
@@ -260,129 +270,42 @@ struct Unit {
         }
     }
 
-#if defined(__AVX512VNNI__)
-    // What the digits of a row are multiplied by, and their unit. A row without anything in it gets zeros.
-    INLINE void choose_unit(float largest_float, int digits, float& factor, float& unit) {
-        const bool empty = !(largest_float > 1e-30f);
-        factor = empty ? 0 : largest_of(digits) / largest_float;
-        unit = empty ? 0 : largest_float / largest_of(digits);
-    }
-
-    // Digits of x * scale for each row of x, and x * offset in `bias`. `factor` has been chosen.
-    template <int DIGITS>
-    void write_rows(const float* x, int64_t stride, const float* scale, const float* offset, int64_t chunks) {
-        for (int64_t r = 0; r < rows; r++) {
-            const float *row = x + r * stride, *s = scale, *o = offset, factor = room.factor[r];
-            int8_t* out = room.digits + r * DIGITS * CHUNK;
-            vf dot = {};
-            for (int64_t c = 0; c < chunks; c++, row += CHUNK, s += CHUNK, o += CHUNK, out += rows * DIGITS * CHUNK) {
-                const auto product = [&](int j) __attribute__((always_inline)) {
-                    const vf v = load(row + j * W);
-                    dot += v * load(o + j * W);
-                    return (v * factor) * load(s + j * W);
-                };
-                write_digits<DIGITS>(product, out);
-            }
-            store(room.dots + r * W, dot);
+    // Rows of exact tokens as floats that are padded with zeros to `padded` channels and `stride` apart: where they are, if
+    // they are so already, else in the tile.
+    const float* exact_rows(const Tensor& x, int64_t first, int64_t count, int64_t channels, int64_t padded, int64_t& stride) {
+        const int64_t at = batch * x.batch_stride + kv_head * x.head_stride + first * x.row_stride;
+        if (x.type == Type::float32 && channels == padded && count % 4 == 0) {
+            stride = x.row_stride;
+            return (const float*)x.data + at;
         }
-        for (int64_t r = 0; r < rows; r += 4) {
-            const float* p = room.dots + r * W;
-            store_sums(room.bias + r, load(p), load(p + W), load(p + 2 * W), load(p + 3 * W));
-        }
-    }
-
-    template <int DIGITS> void integer_scores(int64_t block, Multiply multiply, float* scores) {
-        const Format& f = a.keys.format;
-        const int64_t at = scale_of(a.keys, batch, kv_head, block), chunks = room.depth / CHUNK;
-        to_floats(a.keys.scale + at, Type::float16, f.groups, 1, room.scale, room.depth);
-        to_floats(a.keys.offset + at, Type::float16, f.groups, 1, room.offset, room.depth);
-        for (int64_t r = 0; r < rows; r++) {
-            const float* q = room.query + r * room.depth;
-            vf top = {};
-            // the larger of two absolute values
-            for (int64_t d = 0; d < f.head_dim; d += W) top = _mm512_range_ps(top, load(q + d) * load(room.scale + d), 0b1011);
-            choose_unit(largest(top), DIGITS, room.factor[r], room.unit[r]);
-        }
-        write_rows<DIGITS>(room.query, room.depth, room.scale, room.offset, chunks);
-        const Operand operand{codes_of(a.keys, batch, kv_head, block), 0, 1, f.head_dim / 4, 2 * a.keys.codes_block};
-        multiply(operand, room.digits, rows * DIGITS * CHUNK, room.sums, rows);
-        for (int64_t r = 0; r < rows; r++) {
-            for (int64_t i = 0; i < GROUP; i += W) {
-                store(scores + r * room.tokens + i, load(room.sums + r * GROUP + i) * room.unit[r] + room.bias[r]);
-            }
-        }
-    }
-
-    // The scales and offsets of a step's values, a row for each run; returns the largest scale.
-    float load_scales(int64_t first, int64_t count, int64_t padded) {
-        const Format& f = a.values.format;
-        vf highest = {};
-        for (int64_t run = 0; run < f.runs; run++) {
-            float *scale = room.scale + run * padded, *offset = room.offset + run * padded;
-            for (int64_t b = 0; b < count; b++) {
-                const int64_t at = scale_of(a.values, batch, kv_head, first + b) + run * GROUP;
-                for (int64_t t = 0; t < GROUP; t += W) {
-                    const vf x = load_halves(a.values.scale + at + t);
-                    highest = maximum(highest, x);
-                    store(scale + b * GROUP + t, x);
-                    store(offset + b * GROUP + t, load_halves(a.values.offset + at + t));
-                }
-            }
-            for (int64_t t = count * GROUP; t < padded; t += W) store(scale + t, vf{}), store(offset + t, vf{});
-        }
-        return largest(highest);
-    }
-
-    template <int DIGITS> void integer_step(int64_t first, int64_t count) {
-        const Format &k = a.keys.format, &v = a.values.format;
-        const int64_t tokens = count * GROUP, chunks = (tokens + CHUNK - 1) / CHUNK;
-        const Multiply multiply_keys = multiply_for<DIGITS>(k.nbits), multiply_values = multiply_for<DIGITS>(v.nbits);
-        for (int64_t b = 0; b < count; b++) integer_scores<DIGITS>(first + b, multiply_keys, room.scores + b * GROUP);
-        apply_mask(room.scores, a.sink + first * GROUP, tokens);
-        soften(tokens);
-        const float scale = load_scales(first, count, chunks * CHUNK);
-        for (int64_t r = 0; r < rows; r++) {
-            choose_unit(room.peak[r] * scale, DIGITS, room.factor[r], room.unit[r]);
-            for (int64_t t = tokens; t < chunks * CHUNK; t += W) store(room.scores + r * room.tokens + t, vf{});
-        }
-        for (int64_t run = 0; run < v.runs; run++) {
-            const int64_t at = run * chunks * CHUNK;
-            write_rows<DIGITS>(room.scores, room.tokens, room.scale + at, room.offset + at, chunks);
-            const Operand operand{codes_of(a.values, batch, kv_head, first) + run * GROUP * v.group_bytes,
-                                  a.values.codes_block, count, GROUP / 4, room.step * a.values.codes_block};
-            multiply_values(operand, room.digits, rows * DIGITS * CHUNK, room.sums, rows);
-            for (int64_t r = 0; r < rows; r++) {
-                float* o = room.output + r * room.width + run * GROUP;
-                for (int64_t i = 0; i < GROUP; i += W) {
-                    store(o + i, load(o + i) + (load(room.sums + r * GROUP + i) * room.unit[r] + room.bias[r]));
-                }
-            }
-        }
-    }
-#endif
-
-    void load_exact(const Tensor& x, int64_t first, int64_t count, int64_t channels, int64_t stride) {
+        stride = padded;
+        const int64_t size = type_size(x.type);
         for (int64_t t = 0; t < count; t++) {
-            const char* p = (const char*)x.data + (batch * x.batch_stride + kv_head * x.head_stride +
-                                                   (first + t) * x.row_stride) * type_size(x.type);
-            to_floats(p, x.type, channels, 1, room.tile + t * stride, stride);
+            to_floats((const char*)x.data + (at + t * x.row_stride) * size, x.type, channels, 1, room.tile + t * padded, padded);
         }
+        for (int64_t t = count; t < round_up(count, 4); t++) memset(room.tile + t * padded, 0, padded * sizeof(float));
+        return room.tile;
     }
 
     void exact_step(int64_t first, int64_t count) {
         const int64_t packed = a.keys.count * a.keys.format.block_length;
         const int64_t before = larger(0, smaller(a.sink - first, count));
-        load_exact(a.exact_keys, first, count, a.keys.format.head_dim, room.depth);
-        for (int64_t t = count; t < round_up(count, 4); t++) memset(room.tile + t * room.depth, 0, room.depth * sizeof(float));
-        products_by_rows(room.query, room.depth, room.tile, room.depth, room.scores, room.tokens, rows, round_up(count, 4),
-                         room.depth);
+        const int64_t depth = round_up(a.keys.format.head_dim, W), width = round_up(a.values.format.head_dim, W);
+        int64_t stride;
+        for (int64_t t = 0; t < count; t += EXACT) {
+            const int64_t some = smaller(EXACT, count - t);
+            const float* keys = exact_rows(a.exact_keys, first + t, some, a.keys.format.head_dim, depth, stride);
+            products_by_rows(room.query, room.depth, keys, stride, room.scores + t, room.tokens, rows, round_up(some, 4), depth);
+        }
         // the columns of the sink come before the packed ones, the others after
         if (before > 0) apply_mask(room.scores, first, before);
         if (count > before) apply_mask(room.scores + before, packed + first + before, count - before);
         soften(count);
-        load_exact(a.exact_values, first, count, a.values.format.head_dim, room.width);
-        product<true>(room.scores, room.tokens, room.tile, room.width, room.output, room.width, rows,
-                      round_up(a.values.format.head_dim, W), count);
+        for (int64_t t = 0; t < count; t += EXACT) {
+            const int64_t some = smaller(EXACT, count - t);
+            const float* values = exact_rows(a.exact_values, first + t, some, a.values.format.head_dim, width, stride);
+            product<true>(room.scores + t, room.tokens, values, stride, room.output, room.width, rows, width, some);
+        }
     }
 
     void write_row(int64_t r, const float* sums, float top, float total) const {
@@ -395,13 +318,9 @@ struct Unit {
 
     void packed_steps(int64_t begin, int64_t end) {
 #if defined(__AVX512VNNI__)
-        if (Room::in_integers(a, rows)) {
+        if (room.integers) {
             // what is rounded to 8 bits in the end needs no more than 16
-            const bool brief = a.query.type == Type::bfloat16;
-            for (int64_t b = begin; b < end; b += room.step) {
-                const int64_t count = smaller(room.step, end - b);
-                brief ? integer_step<2>(b, count) : integer_step<3>(b, count);
-            }
+            a.query.type == Type::bfloat16 ? integer_steps<2>(*this, begin, end) : integer_steps<3>(*this, begin, end);
             return;
         }
 #endif
@@ -435,6 +354,16 @@ struct Unit {
         }
     }
 };
+
+}  // namespace HFKV_ISA
+}  // namespace hfkv
+
+#if defined(__AVX512VNNI__)
+#include "integer_steps.h"
+#endif
+
+namespace hfkv {
+namespace HFKV_ISA {
 
 static void attend(const Attend& a, int64_t index, float* scratch) { Unit(a, scratch).run(index); }
 

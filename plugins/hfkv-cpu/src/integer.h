@@ -1,6 +1,6 @@
-// Products of floats with packed codes, in integers. The floats of a row become 24-bit or 16-bit integers, and those
+// Products of floats with packed codes, in integers. The floats of a row become 23-bit or 16-bit integers, and those
 // signed bytes, which the processor multiplies with four codes at a time (VNNI) and sums exactly; the sums of the bytes
-// make one float again. What is lost is 2^-24, or 2^-16, of the largest float of the row. The codes go from memory to the
+// make one float again. What is lost is 2^-23, or 2^-16, of the largest float of the row. The codes go from memory to the
 // products in registers.
 #pragma once
 
@@ -18,21 +18,23 @@ constexpr int64_t GROUP = 32;
 // rows that are multiplied at once: their sums are 24 registers
 constexpr int64_t SUMMED = 4;
 
-// near the largest integer of so many signed bytes, and far enough from it that rounding cannot pass that
-INLINE float largest_of(int digits) { return digits == 3 ? 127 * 65536 : 127 * 256; }
+// near the largest integer of so many digits that a float's 23 bits hold beside the half digits that are added
+INLINE float largest_of(int digits) { return digits == 3 ? 63 * 65536 : 127 * 256; }
 
-// 64 floats, already times a row's factor, as rows of 64 signed bytes, lowest first; `floats(j)` is the j-th vector of
-// them. Of each row the q-th four bytes are at q % 4 * 4 + q / 4.
-template <int DIGITS, typename Floats> INLINE void write_digits(const Floats& floats, int8_t* out) {
-    const __m512i middle = _mm512_set1_epi32(DIGITS == 3 ? 0x808080 : 0x8080);
+// A row's 64 floats times its factor, as rows of 64 signed bytes, lowest first. Of each row the q-th four bytes are at
+// q % 4 * 4 + q / 4.
+template <int DIGITS> INLINE void write_digits(const float* floats, vf factor, int8_t* out) {
+    // added to a float, it leaves the rounded integer in its low bits, and half of each digit's range added to that, so
+    // that no digit borrows from the next
+    const vf whole = set(12582912.f + 0x8080);
+    // taken off again, of the third byte what the float is larger than 2^23 by
+    const __m512i half = _mm512_set1_epi32(0x408080);
     const __m512i by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     __m512i v[4];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
-        __m512i n = _mm512_cvtps_epi32(floats(j));
-        // half of each byte's range is added, so that no byte borrows from the next, and taken off again
-        n = _mm512_xor_epi32(_mm512_add_epi32(n, middle), middle);
-        v[j] = _mm512_shuffle_epi8(n, by_digit);
+        const __m512i n = bits<__m512i>(load(floats + j * W) * factor + whole);
+        v[j] = _mm512_shuffle_epi8(_mm512_sub_epi8(n, half), by_digit);
     }
     const __m512i low = _mm512_unpacklo_epi32(v[0], v[1]), low2 = _mm512_unpacklo_epi32(v[2], v[3]);
     _mm512_store_si512(out, _mm512_unpacklo_epi64(low, low2));
@@ -42,10 +44,32 @@ template <int DIGITS, typename Floats> INLINE void write_digits(const Floats& fl
     _mm512_store_si512(out + 128, _mm512_unpacklo_epi64(high, high2));
 }
 
+// Of ROWS rows: `folded` = x * scale, the dots of x and the offset, and the largest absolute values of what is folded.
+template <int ROWS, bool PEAKS>
+static void fold_rows(const float* x, int64_t stride, const float* scale, const float* offset, int64_t length, float* folded,
+                      float* dots, float* peaks) {
+    vf peak[ROWS] = {}, dot[ROWS] = {};
+    for (int64_t d = 0; d < length; d += W) {
+        const vf s = load(scale + d), o = load(offset + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+            const vf v = load(x + r * stride + d), product = v * s;
+            dot[r] += v * o;
+            // the larger of two absolute values
+            if (PEAKS) peak[r] = _mm512_range_ps(peak[r], product, 0b1011);
+            store(folded + r * length + d, product);
+        }
+    }
+    store_sums(dots, dot[0], dot[ROWS > 1 ? 1 : 0], dot[ROWS > 2 ? 2 : 0], dot[ROWS > 3 ? 3 : 0]);
+    if (!PEAKS) return;
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) peaks[r] = largest(peak[r]);
+}
+
 // How the bytes of four groups of 32 become two vectors whose 32-bit lanes hold an element of each of the four.
 template <int BITS> struct Spread {
     alignas(64) uint8_t first[64] = {}, second[64] = {}, third[64] = {};
-    alignas(64) int32_t shift[16] = {}, turn[16] = {};
+    alignas(64) int32_t shift[16] = {}, turn[16] = {}, turn2[16] = {};
 
     constexpr Spread() {
         for (int i = 0; i < 16; i++) {
@@ -59,14 +83,18 @@ template <int BITS> struct Spread {
             shift[i] = i < 8 ? 0 : 2;
             // the high bit of element i, at i % 8 of its byte, is turned to its place at 2
             turn[i] = (i % 8 + 30) % 32;
+            turn2[i] = (i % 8 + 26) % 32;
         }
     }
 
     INLINE __m512i table(const void* p) { return _mm512_load_si512(p); }
 
+    // what the second half is multiplied by: its codes stay where they are in their bytes
+    static constexpr int FURTHER = BITS == 8 ? 1 : 16;
+
     // the first and the second half of the elements of four groups
     INLINE void groups(const Spread& spread, const uint8_t* p, __m512i& elements, __m512i& further) {
-        const __m512i mask = _mm512_set1_epi8(BITS == 4 ? 15 : 3);
+        const __m512i mask = _mm512_set1_epi8(BITS == 4 ? 15 : 3), mask2 = _mm512_slli_epi32(mask, 4);
         const __m512i first = table(spread.first), second = table(spread.second), third = table(spread.third);
         const __m512i shift = table(spread.shift), turn = table(spread.turn);
         if (BITS == 8) {
@@ -76,27 +104,23 @@ template <int BITS> struct Spread {
         } else if (BITS == 4) {
             const __m512i x = _mm512_permutexvar_epi8(first, _mm512_loadu_si512(p));
             elements = _mm512_and_si512(x, mask);
-            further = _mm512_and_si512(_mm512_srli_epi16(x, 4), mask);
+            further = _mm512_and_si512(x, mask2);
         } else if (BITS == 2) {
             const __m512i bytes = _mm512_castsi256_si512(load_as<__m256i>(p));
             const __m512i x = _mm512_srlv_epi32(_mm512_permutexvar_epi8(first, bytes), shift);
             elements = _mm512_and_si512(x, mask);
-            further = _mm512_and_si512(_mm512_srli_epi32(x, 4), mask);
+            further = _mm512_and_si512(x, mask2);
         } else {
-            const __m512i bytes = _mm512_maskz_loadu_epi8(0xffffffffffffull, p), bit = _mm512_set1_epi8(4);
+            const __m512i bytes = _mm512_maskz_loadu_epi8(0xffffffffffffull, p);
+            const __m512i bit = _mm512_set1_epi8(4), bit2 = _mm512_set1_epi8(64), turn2 = table(spread.turn2);
             const __m512i x = _mm512_srlv_epi32(_mm512_permutexvar_epi8(first, bytes), shift);
             const __m512i high = _mm512_rorv_epi32(_mm512_permutexvar_epi8(second, bytes), turn);
-            const __m512i high2 = _mm512_rorv_epi32(_mm512_permutexvar_epi8(third, bytes), turn);
+            const __m512i high2 = _mm512_rorv_epi32(_mm512_permutexvar_epi8(third, bytes), turn2);
             elements = _mm512_or_si512(_mm512_and_si512(x, mask), _mm512_and_si512(high, bit));
-            further = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(x, 4), mask), _mm512_and_si512(high2, bit));
+            further = _mm512_or_si512(_mm512_and_si512(x, mask2), _mm512_and_si512(high2, bit2));
         }
     }
 };
-
-// _mm512_dpbusd_epi32, spelt so that GCC 12 keeps 24 sums in registers: with the intrinsic it stores each of them every time
-INLINE void add_products(__m512i& sums, __m512i codes, __m512i bytes) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(bytes));
-}
 
 // What is multiplied: in each of `blocks`, `fours` times four groups, one after the other. The codes that lie `ahead` bytes
 // further are asked for meanwhile.
@@ -104,6 +128,11 @@ struct Operand {
     const uint8_t* codes;
     int64_t block_stride, blocks, fours, ahead;
 };
+
+// _mm512_dpbusd_epi32, spelt so that GCC 12 keeps 24 sums in registers: with the intrinsic it stores each of them every time
+INLINE void add_products(__m512i& sums, __m512i codes, __m512i bytes) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(bytes));
+}
 
 // Sums over all groups of the rows' bytes times the groups' codes, as floats: ROWS rows of a group's 32 elements.
 // `digits` has DIGITS rows of 64 bytes for each row and each chunk; a chunk is `chunk_bytes`.
@@ -137,6 +166,7 @@ static void multiply(const Operand& operand, const int8_t* digits, int64_t chunk
             for (int d = DIGITS - 2; d >= 0; d--) {
                 x = _mm512_fmadd_ps(x, _mm512_set1_ps(256), _mm512_cvtepi32_ps(acc[r * DIGITS + d][half]));
             }
+            if (half == 1) x = _mm512_mul_ps(x, _mm512_set1_ps(1.f / Spread<BITS>::FURTHER));
             _mm512_store_ps(sums + r * GROUP + half * 16, x);
         }
     }

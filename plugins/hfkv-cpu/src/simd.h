@@ -108,8 +108,21 @@ INLINE void store_sums(float* p, vf a, vf b, vf c, vf d) {
 #endif
 }
 
-// e^x for x <= 0, within 2 ulp; 0 below -87
+// e^x for x <= 0, within 2 ulp while it matters; 0 far below
 INLINE vf exp_nonpositive(vf x) {
+#if defined(__AVX512F__)
+    // 2^t: the nearest integer goes to the exponent, the rest is at most half
+    const vf magic = set(12582912.f), log2_e = set(1.44269504088896341f);
+    const vf clamped = maximum(x, set(-150.f)), n = (clamped * log2_e + magic) - magic, t = clamped * log2_e - n;
+    vf p = set(1.5403530393381610e-4f);
+    p = p * t + 1.3333558146428443e-3f;
+    p = p * t + 9.6181291076284772e-3f;
+    p = p * t + 5.5504108664821580e-2f;
+    p = p * t + 2.4022650695910072e-1f;
+    p = p * t + 6.9314718055994531e-1f;
+    p = p * t + 1.f;
+    return _mm512_scalef_ps(p, n);
+#else
     const float magic = 12582912.f;
     vf clamped = maximum(x, set(-88.f));
     vf shifted = clamped * 1.44269504088896341f + magic;
@@ -126,6 +139,7 @@ INLINE vf exp_nonpositive(vf x) {
     vi exponent = (bits<vi>(shifted) - bits<vi>(set(magic))) << 23;
     vf result = bits<vf>(bits<vi>(p) + exponent);
     return bits<vf>(bits<vi>(result) & (x > -87.f));
+#endif
 }
 
 INLINE float half_to_float(uint16_t h) {

@@ -80,6 +80,13 @@ def test_chunk_queries(isa, dtype, nbits, queries):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_a_chunk_whose_last_rows_are_few(isa):
+    """Rows are shared out evenly, 64 at most: here the last part has one, and room for 64."""
+    view = make_view(kv_heads=1, head_dim=64, blocks=2, exact=5)
+    check(view, torch.randn(1, 1, 4033, 64), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("group_size", [8, 16, 24, 32, 64, 256])
 @pytest.mark.parametrize("nbits", WIDTHS)
 def test_group_sizes(isa, group_size, nbits):
