@@ -120,14 +120,15 @@ def bench(
     input_ids
         ``[rows, tokens]``: the prompts, at least as many and as long as the largest load asks for.
     step
-        Called with what is run next, and with None when it is done.
+        Called with what is run next, and with None when a run is done.
     """
     reasons = {setting.label: unavailable(setting) for setting in settings}
     skipped = {label: reason for label, reason in reasons.items() if reason is not None}
     runnable = [setting for setting in settings if setting.label not in skipped]
     result = Bench([], skipped)
     for setting in runnable:
-        # the first call of each loads code and starts threads
+        # the first call of each loads code, starts threads, and may compile
+        step(f"{setting.label}: warming up")
         _generate(model, input_ids[:1, :64], setting, new_tokens=3)
     for load in loads:
         found = {setting.label: Measured(setting.label, load) for setting in runnable}

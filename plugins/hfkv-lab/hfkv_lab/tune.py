@@ -19,10 +19,14 @@ from .tune_space import WIDTHS, LayerChoice, Shared, Sizes, Space, cache_config
 # measures a cache_config on the text of the search, or on the text of the check
 Measure = Callable[[dict[str, Any]], Score]
 
-# how often a candidate is measured and the budget of the search corrected by what was found
+# candidates that a search measures for each shared setting, each time correcting its prediction by what was found
 ROUNDS = 4
-# what a corrected budget aims at, of the real one: a candidate just above it is lost
+# candidates that are checked on the other text
+ATTEMPTS = 6
+# what is aimed at, of the limit, once it has been missed: a candidate just above it is lost
 AIM = 0.97
+# of the limit: a candidate above this share of it is near enough
+NEAR = 0.93
 # widest first: the cost of 8 bits is measured for all layers at once
 _PRECISE = max(WIDTHS)
 
@@ -63,19 +67,29 @@ class Sensitivity:
 
 
 class Tuner:
-    """Measures and searches; every measurement goes through ``measure``.
+    """Measures and searches.
 
     Parameters
     ----------
+    learn, measure
+        Measure what single layers cost, and candidates whole: many on a short text, and few on a longer one.
     step
         Called with what is measured next, and after each measurement with None.
     """
 
     def __init__(
-        self, space: Space, sizes: Sizes, measure: Measure, step: Callable[[str | None], None] = lambda text: None
+        self,
+        space: Space,
+        sizes: Sizes,
+        learn: Measure,
+        measure: Measure,
+        step: Callable[[str | None], None] = lambda text: None,
     ) -> None:
-        self.space, self.sizes, self._measure, self._step = space, sizes, measure, step
+        self.space, self.sizes, self._step = space, sizes, step
+        self._learn, self._measure = learn, measure
         self.sensitivities: list[Sensitivity] = []
+        # divergences as measured, in those that were predicted, of the latest candidate of each shared setting
+        self._ratio: dict[Shared, float] = {}
 
     @property
     def measurements(self) -> int:
@@ -84,9 +98,9 @@ class Tuner:
         shared = len(list(self.space.shared()))
         return len(self.sizes.layers) * 2 * widths + 2 * widths * len(self.space.group_sizes) + 1 + shared
 
-    def _score(self, text: str, options: dict[str, Any]) -> float:
+    def _score(self, measure: Measure, text: str, options: dict[str, Any]) -> float:
         self._step(text)
-        found = max(self._measure(options).kl, 0.0)
+        found = max(measure(options).kl, 0.0)
         self._step(None)
         return found
 
@@ -97,7 +111,7 @@ class Tuner:
     def learn(self) -> None:
         """Measure what the search needs to know."""
         start, first = self.space.start, self.space.group_sizes[0]
-        precise = self._score("8 bits everywhere", self.space.options(start, self._everywhere()))
+        precise = self._score(self._learn, "8 bits everywhere", self.space.options(start, self._everywhere()))
         self._cost = {}
         for part in ("key", "value"):
             for index in self.sizes.layers:
@@ -105,7 +119,9 @@ class Tuner:
                 for nbits in WIDTHS[:-1]:
                     options = self.space.options(start, self._everywhere(**{f"{part}_nbits": nbits}))
                     kept = {str(other): "dynamic" for other in self.sizes.layers if other != index}
-                    found = self._score(f"layer {index}: {part}s in {nbits} bits", {**options, "layers": kept})
+                    found = self._score(
+                        self._learn, f"layer {index}: {part}s in {nbits} bits", {**options, "layers": kept}
+                    )
                     self._cost[index, part, nbits] = found
                     self.sensitivities.append(Sensitivity(index, part, nbits, found))
         self._group: dict[tuple[str, int, int], float] = {}
@@ -113,6 +129,7 @@ class Tuner:
             for nbits in WIDTHS[:-1]:
                 whole = {
                     group: self._score(
+                        self._learn,
                         f"all {part}s in {nbits} bits, groups of {group}",
                         self.space.options(start, self._everywhere(**{f"{part}_nbits": nbits, "group_size": group})),
                     )
@@ -123,6 +140,7 @@ class Tuner:
         middle = self._everywhere(key_nbits=WIDTHS[1], value_nbits=WIDTHS[1])
         found_by = {
             shared: self._score(
+                self._learn,
                 f"residual {shared.residual_length}, sinks {shared.sink_length}, {shared.backend}",
                 self.space.options(shared, middle),
             )
@@ -150,9 +168,7 @@ class Tuner:
     def search(self, budget: Budget) -> list[Candidate]:
         """Candidates within the budget on the text of the search, the best first; empty where there is none."""
         found = [candidate for shared in self.space.shared() for candidate in self._search(shared, budget)]
-        if budget.kind == "bits":
-            return sorted(found, key=lambda candidate: (candidate.kl, candidate.bits))
-        return sorted(found, key=lambda candidate: (candidate.bits, candidate.kl))
+        return _sorted(found, budget)
 
     def _search(self, shared: Shared, budget: Budget) -> list[Candidate]:
         items = self._items(shared)
@@ -162,36 +178,39 @@ class Tuner:
             taken = solve(swapped, budget.limit * self.sizes.elements / 8)
             return [] if taken is None else [self._candidate(shared, taken)]
         found = []
-        low, high, aim = 0.0, float("inf"), budget.limit
+        low, high = 0.0, float("inf")
         for _ in range(ROUNDS):
+            aim = (AIM if high < float("inf") else 1.0) * budget.limit / self._ratio.get(shared, 1.0)
+            if not low < aim < high:
+                # predicted and measured are nearly proportional, and here they are not: halve what is left
+                aim = (low + high) / 2 if high < float("inf") else 2 * low
             taken = solve(items, aim)
             if taken is None:
                 break
             candidate = self._candidate(shared, taken)
-            if candidate.kl <= budget.limit:
-                found.append(candidate)
-                low = max(low, aim)
-            else:
+            self._ratio[shared] = max(candidate.kl, 1e-12) / max(sum(choice.cost for choice in taken), 1e-12)
+            if candidate.kl > budget.limit:
                 high = min(high, aim)
-            # predicted and measured are nearly proportional; the bounds keep a bad step from being taken twice
-            aim *= AIM * budget.limit / max(candidate.kl, 1e-12)
-            if not low < aim < high:
-                aim = (low + min(high, 2 * low or high)) / 2
+                continue
+            found.append(candidate)
+            low = max(low, aim)
+            if candidate.kl >= NEAR * budget.limit:
+                break
         return found
 
     def _candidate(self, shared: Shared, taken: list[Choice]) -> Candidate:
         choices = {index: choice.label for index, choice in zip(self.sizes.layers, taken, strict=True)}
         options = cache_config(self.space, shared, choices)
         bits = self.sizes.bits(shared, choices)
-        kl = self._score(f"candidate: {bits:.2f} bits, residual {shared.residual_length}", options)
+        kl = self._score(self._measure, f"candidate: {bits:.2f} bits, residual {shared.residual_length}", options)
         return Candidate(shared, choices, bits, kl)
 
     def options(self, candidate: Candidate) -> dict[str, Any]:
         """The ``cache_config`` of a candidate."""
         return cache_config(self.space, candidate.shared, candidate.choices)
 
-    def settle(self, budget: Budget, limit: float, check: Measure, attempts: int = 4) -> tuple[Candidate, Score] | None:
-        """Search, and check the best on another text; search again within less where it does not hold there.
+    def settle(self, budget: Budget, limit: float, check: Measure) -> tuple[Candidate, Score] | None:
+        """Search, and check the best on another text; then go on within less, or more, until the limit is met there.
 
         Parameters
         ----------
@@ -205,18 +224,38 @@ class Tuner:
         tuple
             The candidate and its score on the text of the check; None where nothing holds.
         """
-        for _ in range(attempts):
-            candidates = self.search(budget)
+        candidates = self.search(budget)
+        best: tuple[Candidate, Score] | None = None
+        low, high = 0.0, float("inf")
+        for _ in range(ATTEMPTS):
             if not candidates:
-                return None
-            best = candidates[0]
-            self._step(f"checking {best.bits:.2f} bits")
-            score = check(self.options(best))
+                break
+            candidate = candidates[0]
+            self._step(f"checking {candidate.bits:.2f} bits")
+            score = check(self.options(candidate))
             self._step(None)
-            if budget.kind == "bits" or score.kl <= limit:
-                return best, score
-            budget = Budget("kl", AIM * best.kl * limit / score.kl)
-        return None
+            if budget.kind == "bits":
+                return candidate, score
+            if score.kl <= limit:
+                low = max(low, candidate.kl)
+                if best is None or candidate.bits < best[0].bits:
+                    best = candidate, score
+                if score.kl >= NEAR * limit:
+                    break
+            else:
+                high = min(high, candidate.kl)
+            aim = (AIM if high < float("inf") else 1.0) * candidate.kl * limit / max(score.kl, 1e-12)
+            if not low < aim < high:
+                aim = (low + high) / 2 if high < float("inf") else 2 * low
+            candidates = _sorted(self._search(candidate.shared, Budget("kl", aim)), budget)
+        return best
+
+
+def _sorted(found: list[Candidate], budget: Budget) -> list[Candidate]:
+    """The best first."""
+    if budget.kind == "bits":
+        return sorted(found, key=lambda candidate: (candidate.kl, candidate.bits))
+    return sorted(found, key=lambda candidate: (candidate.bits, candidate.kl))
 
 
 def sensitivity_table(found: list[Sensitivity]) -> dict[int, Mapping[str, float]]:

@@ -45,15 +45,26 @@ def main(
         int | None,
         typer.Option(metavar="N", min=1, help="The context whose bytes count; 8192, or what the model takes."),
     ] = None,
+    count_dtype: Annotated[
+        DType,
+        typer.Option(
+            metavar="DTYPE", help="What a full-precision number counts as: auto, the model's own, or float16, ..."
+        ),
+    ] = DType.AUTO,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text to measure on; Python's own help.", exists=True)
     ] = None,
-    search_tokens: Annotated[
-        tuple[int, int, int], typer.Option(metavar="ROWS PREFILL DECODED", help="Size of the search's text.")
-    ] = (1, 512, 96),
     check_tokens: Annotated[
-        tuple[int, int], typer.Option(metavar="PREFILL DECODED", help="Size of the check's text.")
-    ] = (1024, 256),
+        tuple[int, int, int], typer.Option(metavar="ROWS PREFILL DECODED", help="Size of the text of the check.")
+    ] = (1, 1024, 256),
+    learn_tokens: Annotated[
+        tuple[int, int, int],
+        typer.Option(metavar="ROWS PREFILL DECODED", help="Size of the text that single layers are measured on."),
+    ] = (1, 512, 96),
+    search_tokens: Annotated[
+        tuple[int, int, int],
+        typer.Option(metavar="ROWS PREFILL DECODED", help="Size of the text that candidates are measured on."),
+    ] = (2, 1024, 128),
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the result goes; tuned-MODEL by default.")
     ] = None,
@@ -95,9 +106,11 @@ def main(
         limit=limit,
         like=like,
         context=context or min(8192, limit_of_model),
+        counted=str(loaded.dtype).removeprefix("torch.") if count_dtype is DType.AUTO else count_dtype.value,
         text=texts.read(text).content,
-        search=search_tokens,
         check=check_tokens,
+        learn=learn_tokens,
+        search=search_tokens,
     )
     folder.mkdir(parents=True, exist_ok=True)
     page = run(console, loaded, tokenizer, space, plan, folder / "state.json", fresh)

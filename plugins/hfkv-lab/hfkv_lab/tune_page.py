@@ -149,7 +149,7 @@ def _sensitivities(found: list[Sensitivity]) -> Table:
         "What each layer costs alone",
         ("layer", *names),
         rows,
-        ["KL on the text of the search, when only the keys, or only the values, of this layer have so many bits."],
+        ["KL on the text of learning, when only the keys, or only the values, of this layer have so many bits."],
     )
 
 

@@ -38,8 +38,10 @@ class Plan:
         ``"kl"`` or ``"bits"``; the limit, or the cache whose divergence is the limit.
     context
         The tokens whose bytes count.
-    search, check
-        Sizes of the two texts, as `tune_text.samples` takes them.
+    counted
+        The dtype that full precision is counted in: a model that is measured in float32 may be meant for 16 bits.
+    check, learn, search
+        Sizes of the texts, as `tune_text.samples` takes them.
     """
 
     name: str
@@ -48,9 +50,11 @@ class Plan:
     limit: float | None
     like: Setting | None
     context: int
+    counted: str
     text: str
+    check: tuple[int, int, int]
+    learn: tuple[int, int, int]
     search: tuple[int, int, int]
-    check: tuple[int, int]
 
 
 def run(
@@ -69,14 +73,16 @@ def run(
     ValueError
         Nothing is within the budget.
     """
-    search, check = samples(model, tokenizer, plan.text, plan.search, plan.check)
-    sizes = Sizes(model.config.get_text_config(decoder=True), space, plan.context, model.dtype.itemsize)
+    texts = samples(model, tokenizer, plan.text, plan.check, plan.learn, plan.search)
+    check, _, search = texts
+    sizes = Sizes(
+        model.config.get_text_config(decoder=True), space, plan.context, getattr(torch, plan.counted).itemsize
+    )
     about = {
         "model": plan.name,
         "dtype": str(model.dtype),
         "cache": space.cache.name,
-        "search": search.key,
-        "check": check.key,
+        "texts": [sample.key for sample in texts],
         "hfkv": __version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -84,14 +90,13 @@ def run(
     if fresh and state_file is not None:
         state_file.unlink(missing_ok=True)
     state = State(state_file, about)
-    with working(console, "reading the two texts with the plain cache"):
+    with working(console, "reading the texts with the plain cache"):
+        # of the many measurements of the search, each takes few forwards; the check's chunk is that of the demo
         scorers = {
-            # of the many measurements of the search, each takes as few forwards as it can
-            search.name: Scorer(model, search.input_ids, search.prefill, chunk=32),
-            check.name: Scorer(model, check.input_ids, check.prefill),
+            sample.name: Scorer(model, sample.input_ids, sample.prefill, chunk=16 if sample is check else 32)
+            for sample in texts
         }
-    on_search = _measure(state, scorers, search, space.cache.name)
-    on_check = _measure(state, scorers, check, space.cache.name)
+    on_check, on_learn, on_search = (_measure(state, scorers, sample, space.cache.name) for sample in texts)
     with steps(console, 1) as bar:
 
         def step(text: str | None) -> None:
@@ -100,7 +105,7 @@ def run(
             else:
                 bar.step(text)
 
-        tuner = Tuner(space, sizes, on_search, step)
+        tuner = Tuner(space, sizes, on_learn, on_search, step)
         bar.expect(tuner.measurements + 3 * len(list(space.shared())))
         tuner.learn()
         limit, limit_on_search = plan.limit or 0.0, plan.limit or 0.0
@@ -139,8 +144,8 @@ def run(
     facts = {
         "model": f"{plan.name}, {str(model.dtype).removeprefix('torch.')}, {model.device.type}",
         "budget": plan.budget if plan.like is None else f"{plan.budget}: {limit:.5f} on the text of the check",
-        "search": f"{search.input_ids.shape[0]} x {search.decoded} tokens decoded after {search.prefill:,}",
-        "check": f"{check.decoded} other tokens decoded after {check.prefill:,}",
+        "bytes": f"one user at {plan.context:,} tokens, full precision counted as {plan.counted}",
+        **{sample.name: sample.described for sample in texts},
         "measured": f"{state.resumed} taken over from an earlier run" if state.resumed else "all in this run",
     }
     return tune_page.page(tuned, facts)

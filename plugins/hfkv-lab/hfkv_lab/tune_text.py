@@ -1,4 +1,4 @@
-"""The texts of a tuning: what the search measures on, and what the result is checked on, which do not overlap."""
+"""The texts of a tuning: what is learned on, what the search measures on, and what the result is checked on."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class Sample:
         return self.input_ids.shape[1] - self.prefill
 
     @property
+    def described(self) -> str:
+        """For the head of a page."""
+        return f"{self.input_ids.shape[0]} x {self.decoded} tokens decoded after {self.prefill:,}"
+
+    @property
     def key(self) -> str:
         """What tells it from any other."""
         digest = hashlib.sha256(self.input_ids.cpu().numpy().tobytes()).hexdigest()[:12]
@@ -39,39 +44,40 @@ def samples(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     text: str,
+    check: tuple[int, int, int],
+    learn: tuple[int, int, int],
     search: tuple[int, int, int],
-    check: tuple[int, int],
-) -> tuple[Sample, Sample]:
-    """The text of the search and that of the check: the check's is the beginning, the search's rows follow.
+) -> tuple[Sample, Sample, Sample]:
+    """The texts of the check, of learning and of the search, one after the other: none sees another's.
 
     Parameters
     ----------
-    search
+    check, learn, search
         Rows, tokens of their prefill, tokens decoded.
-    check
-        Tokens of the prefill, tokens decoded.
 
     Raises
     ------
     ValueError
         The text, or what the model takes, is too short.
     """
-    rows, prefill, decoded = search
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
-    for option, length in (("--search-tokens", prefill + decoded), ("--check-tokens", sum(check))):
-        if length > limit:
-            raise ValueError(f"{option}: {length:,} tokens are more than the {limit:,} that the model takes")
-    needed = rows * (prefill + decoded) + sum(check)
+    parts = {"check": check, "learn": learn, "search": search}
+    for name, (_, prefill, decoded) in parts.items():
+        if prefill + decoded > limit:
+            raise ValueError(
+                f"--{name}-tokens: {prefill + decoded:,} tokens are more than the {limit:,} that the model takes"
+            )
+    needed = sum(rows * (prefill + decoded) for rows, prefill, decoded in parts.values())
     # no tokenizer in use needs more characters for prose
-    found = tokenizer(text[: 20 * needed], return_tensors="pt").input_ids
+    found = tokenizer(text[: 20 * needed], return_tensors="pt", verbose=False).input_ids.to(model.device)
     if found.shape[1] < needed:
         raise ValueError(
             f"--text has {found.shape[1]:,} tokens, and {needed:,} are needed. Fix: a longer text, or fewer "
-            "--search-tokens and --check-tokens"
+            f"{', '.join(f'--{name}-tokens' for name in parts)}"
         )
-    begin = sum(check)
-    piece = found[:, begin : begin + rows * (prefill + decoded)].reshape(rows, -1)
-    return (
-        Sample("search", piece.to(model.device), prefill),
-        Sample("check", found[:, :begin].to(model.device), check[0]),
-    )
+    result, begin = [], 0
+    for name, (rows, prefill, decoded) in parts.items():
+        end = begin + rows * (prefill + decoded)
+        result.append(Sample(name, found[:, begin:end].reshape(rows, -1), prefill))
+        begin = end
+    return result[0], result[1], result[2]

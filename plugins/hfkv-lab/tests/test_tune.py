@@ -130,10 +130,10 @@ def test_search_finds_the_best_of_every_setting(factor):
     # on the text of the check everything costs more: the search has to go on within less
     space = Space(parse_cache("kivi"), group_sizes=(32,), residual_lengths=(32,))
     sizes = Sizes(CONFIG, space, 4096, 2)
-    measure, check, limit = Additive(COSTS), Additive(COSTS, factor), 0.05
-    tuner = Tuner(space, sizes, measure)
+    learn, check, limit = Additive(COSTS), Additive(COSTS, factor), 0.05
+    tuner = Tuner(space, sizes, learn, Additive(COSTS, 0.6))
     tuner.learn()
-    assert measure.calls == tuner.measurements
+    assert learn.calls == tuner.measurements
     best, score = tuner.settle(Budget("kl", limit), limit, check)
     assert score.kl <= limit
     choices = list(space.layer_choices())
@@ -155,7 +155,7 @@ def test_search_finds_the_best_of_every_setting(factor):
 def test_budget_of_bits_is_kept_and_spent():
     space = Space(parse_cache("kivi"))
     sizes = Sizes(CONFIG, space, 4096, 2)
-    tuner = Tuner(space, sizes, Additive(COSTS))
+    tuner = Tuner(space, sizes, Additive(COSTS), Additive(COSTS))
     tuner.learn()
     best, _ = tuner.settle(Budget("bits", 4.0), 0.0, Additive(COSTS))
     assert 3.5 < best.bits <= 4.0
@@ -201,7 +201,7 @@ def folder(small, tokenizer, tmp_path_factory):
 
 
 def tune(folder, out, *arguments, code=0):
-    sizes = ("--search-tokens", "1", "96", "16", "--check-tokens", "160", "32", "--context", "1000")
+    sizes = (*"--learn-tokens 1 96 16 --search-tokens 2 96 16 --check-tokens 1 160 32 --context 1000".split(),)
     space = ("--group-size", "8", "--group-size", "16", "--residual-length", "16")
     result = CliRunner().invoke(app, ["tune", str(folder), "--out", str(out), *sizes, *space, *arguments])
     assert result.exit_code == code, result.output
