@@ -138,6 +138,18 @@ def forget_past(cache: Any) -> None:
             layer.record_past = False
 
 
+def draft_cache(model: Any) -> Any:
+    """An empty cache for a model that drafts, which gives token after token before anything is cropped.
+
+    Sliding layers keep all tokens: those of transformers before 5.24 are wrong after two forwards without a crop.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    simple = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return DynamicCache() if simple else cache
+
+
 def steps_ahead(cache: Any) -> int | None:
     """How many tokens a forward may give so that each sees what it would alone; None: any number."""
     limits = [layer.steps_ahead() for layer in decoder_layers(cache) if hasattr(layer, "steps_ahead")]

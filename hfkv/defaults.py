@@ -21,7 +21,7 @@ def set_default(model: PreTrainedModel, name: str | None, **options: Any) -> Non
     """Let ``model.generate`` use a cache, or an assistant, where the caller names none.
 
     The choice is stored in ``model.generation_config`` under the key ``"hfkv"``, which `save_pretrained` keeps and any
-    process can load. (A saved ``cache_implementation="kivi"`` cannot be loaded where hfkv is not installed.) A model has
+    process can load. (A saved ``cache_implementation="kivi"`` cannot be loaded where hfkv is missing.) A model has
     one default cache and one default assistant at most.
 
     Parameters

@@ -136,10 +136,11 @@ class AssistantSpec(Spec):
     Parameters
     ----------
     contract_options
-        Options that the conformance kit builds the assistant with, so that it drafts on tiny random models.
+        Options that the conformance kit builds the assistant with, so that it drafts on tiny random models; or
+        ``"module:attribute"`` of a function that is given such a model and returns them.
     """
 
-    contract_options: Mapping[str, Any] = field(default_factory=dict)
+    contract_options: Mapping[str, Any] | str = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

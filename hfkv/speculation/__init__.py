@@ -2,7 +2,7 @@
 
 from .control import SCHEDULES, DraftLength
 from .drafter import AssistantOptions, Block, Call, Draft, Drafter
-from .rollout import RolloutDrafter
+from .rollout import RolloutDrafter, RolloutOptions
 from .stats import Stats
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "DraftLength",
     "Drafter",
     "RolloutDrafter",
+    "RolloutOptions",
     "Stats",
 ]

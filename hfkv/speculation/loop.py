@@ -112,9 +112,9 @@ class Speculation:
         self._wait()
         drafted = time.perf_counter()
         behind = max((n for n, known in zip(draft.lengths, self.known, strict=True) if known == self.common), default=0)
-        width = max(
-            (min(known + n - cached, width) for known, n in zip(self.known, draft.lengths, strict=True) if n), default=1
-        )
+        # what all rows know already (the slowest has just ended) and the longest draft
+        ends = [min(self._active()), *(k + n for k, n in zip(self.known, draft.lengths, strict=True) if n)]
+        width = min(width, max(ends) - cached)
         outputs = self._forward(cached, width)
         self._accept(cached, outputs.logits[:, -width:], draft)
         done = self._commit(cached + 1, outputs, width)
@@ -197,7 +197,7 @@ class Speculation:
 
     def _commit(self, start: int, outputs: Any, width: int = 1) -> bool:
         """Take what all rows know from column ``start`` on, crop the rest, and say whether all have finished."""
-        stop = min(known for known, done in zip(self.known, self.finished, strict=True) if not (done and self.pads))
+        stop = min(start + width, *self._active())
         done = False
         column = start
         while column < stop and not done:
@@ -214,6 +214,10 @@ class Speculation:
                 for known, finished in zip(self.known, self.finished, strict=True)
             ]
         return done
+
+    def _active(self) -> list[int]:
+        """How many tokens of each row are known, rows that are only padded left out."""
+        return [known for known, ended in zip(self.known, self.finished, strict=True) if not (ended and self.pads)]
 
     def _take(self, column: int, place: int) -> bool:
         """One column is final: pad, stream, stop as plain decoding does; whether all rows have finished."""

@@ -1,4 +1,4 @@
-"""What the contracts run over: installed caches and quantizers. Imports neither torch nor transformers."""
+"""What the contracts run over: what is installed. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
-from ..specs import CacheSpec, KVQuantizerSpec, Spec, WeightQuantizerSpec, load
+from ..specs import AssistantSpec, CacheSpec, KVQuantizerSpec, Spec, WeightQuantizerSpec, load
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -142,8 +142,35 @@ class WeightCases:
     label: str = "all"
 
 
+@dataclass(frozen=True)
+class AssistantCase:
+    """One assistant of the matrix."""
+
+    spec: AssistantSpec
+
+    @property
+    def label(self) -> str:
+        """What it is called in test ids and messages."""
+        return self.spec.name
+
+    def make(self, model: Any, **options: Any) -> dict[str, Any]:
+        """Keywords for `generate`, with further options on top of the contract's.
+
+        Raises
+        ------
+        NotImplementedError
+            The assistant cannot work with such a model.
+        """
+        from ..speculation.door import assistant
+
+        given = self.spec.contract_options
+        if isinstance(given, str):
+            given = load(given)(model)
+        return assistant(self.spec.name, model, **{**given, **options})
+
+
 # what contracts are written about
-TESTED: tuple[type[Spec], ...] = (CacheSpec, KVQuantizerSpec, WeightQuantizerSpec)
+TESTED: tuple[type[Spec], ...] = (CacheSpec, KVQuantizerSpec, WeightQuantizerSpec, AssistantSpec)
 
 
 def select(plugins: Iterable[str] = (), caches: Iterable[str] = ()) -> list[CacheCase]:
@@ -201,6 +228,17 @@ def select_weights(plugins: Iterable[str] = ()) -> list[WeightCase]:
     return [WeightCase(spec, options) for spec in specs for options in spec.contract_options]
 
 
+def select_assistants(plugins: Iterable[str] = ()) -> list[AssistantCase]:
+    """The assistants to test, by plugin (none means all); errors as in `select`."""
+    manager = registry.manager()
+    wanted = _wanted(plugins)
+    specs = [spec for spec in manager.specs(AssistantSpec).values() if manager.owner(spec) in wanted]
+    if plugins:
+        for spec in specs:
+            manager.find(AssistantSpec, spec.name, "assistant")
+    return [AssistantCase(spec) for spec in specs]
+
+
 def _wanted(plugins: Iterable[str]) -> set[str]:
     """The plugins to test; all where none is named."""
     found = {plugin.name: plugin for plugin in registry.manager().plugins()}
@@ -213,7 +251,7 @@ def _wanted(plugins: Iterable[str]) -> set[str]:
             raise ValueError(f"--hfkv-plugin {name!r} is broken: {found[name].error}")
         if not any(isinstance(spec, TESTED) for spec in found[name].specs):
             raise ValueError(
-                f"--hfkv-plugin {name!r} provides no cache and no quantizer, which is what the contracts are about"
+                f"--hfkv-plugin {name!r} provides no cache, quantizer or assistant: there are contracts for these"
             )
     return set(plugins) or set(found)
 

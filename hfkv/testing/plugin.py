@@ -1,10 +1,11 @@
-"""The pytest plugin: runs tests that take ``hfkv_case``, ``hfkv_quantizer`` or ``hfkv_weights`` over what is installed.
+"""The pytest plugin: runs each test that takes one of `FIXTURES` over what is installed.
 
 Imports neither torch nor transformers, and costs a test run without such tests nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from . import cases
 pytest.register_assert_rewrite("hfkv.testing.contracts", "hfkv.testing.models", "hfkv.testing.oracle")
 
 # what a test takes to be run over what is installed
-FIXTURES = {"hfkv_case", "hfkv_quantizer", "hfkv_weights", "hfkv_all_weights"}
+FIXTURES = {"hfkv_case", "hfkv_quantizer", "hfkv_weights", "hfkv_all_weights", "hfkv_assistant"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes one of `FIXTURES` once for each cache, KV quantizer or weight quantizer."""
+    """Run a test that takes one of `FIXTURES` once for each cache, quantizer or assistant."""
     for fixture in FIXTURES.intersection(metafunc.fixturenames):
         cases = _selected(metafunc.config, fixture)
         # None marks a test that `pytest_collection_modifyitems` takes out again
@@ -72,9 +73,12 @@ def _selected(config: pytest.Config, fixture: str = "hfkv_case") -> list[Any]:
         if fixture == "hfkv_case":
             found: list[Any] = cases.select(plugins, caches)
         else:
-            select = cases.select_quantizers if fixture == "hfkv_quantizer" else cases.select_weights
+            select: dict[str, Callable[..., list[Any]]] = {
+                "hfkv_quantizer": cases.select_quantizers,
+                "hfkv_assistant": cases.select_assistants,
+            }
             # who names a cache wants that cache tested
-            found = [] if caches else select(plugins)
+            found = [] if caches else select.get(fixture, cases.select_weights)(plugins)
     except (ValueError, ImportError) as error:
         raise pytest.UsageError(str(error)) from error
     if fixture == "hfkv_all_weights":

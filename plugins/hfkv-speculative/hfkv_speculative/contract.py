@@ -1,0 +1,34 @@
+"""What the conformance kit builds the assistants with that need more than plain options."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+
+@torch.no_grad()
+def draft_model(model: Any) -> dict[str, Any]:
+    """A copy of the model that is right about as often as it is wrong; a decoder of its own beside an encoder."""
+    if model.config.is_encoder_decoder:
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        config = LlamaConfig(
+            vocab_size=model.config.vocab_size,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=None,
+        )
+        return {"assistant_model": AutoModelForCausalLM.from_config(config), **ALWAYS}
+    draft = copy.deepcopy(model)
+    head = draft.get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(3)
+    head += 0.2 * head.std() * torch.randn(head.shape, generator=generator)
+    return {"assistant_model": draft, **ALWAYS}
+
+
+# on models this small nothing pays, and contracts want drafts
+ALWAYS = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
