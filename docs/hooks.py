@@ -18,6 +18,7 @@ from sitegen import figures, plugin_pages, tables
 import hfkv
 
 GENERATED: dict[str, Callable[..., str]] = {
+    "assistants": plugin_pages.assistants,
     "backends": plugin_pages.backends,
     "caches": plugin_pages.caches,
     "contracts": tables.contracts,

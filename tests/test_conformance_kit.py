@@ -88,7 +88,7 @@ def test_what_cannot_be_selected_is_named_with_the_choices(register):
         ValueError, match=r"--hfkv-plugin 'kivvi' is not installed\. Choose from: .*kivi.* Did you mean 'kivi'"
     ):
         cases.select(["kivvi"])
-    with pytest.raises(ValueError, match="'fourth' provides no cache and no quantizer"):
+    with pytest.raises(ValueError, match="'fourth' provides no cache, quantizer or assistant"):
         cases.select(["fourth"])
     with pytest.raises(
         ValueError, match=r"--hfkv-cache 'kivvi' is not known\. Choose from: .*kivi.* Did you mean 'kivi'"

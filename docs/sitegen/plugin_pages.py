@@ -72,6 +72,15 @@ def caches() -> str:
     return table(("`cache_implementation`", "What it does"), rows)
 
 
+def assistants() -> str:
+    """The table of all assistants."""
+    rows = [
+        (f"[{code(spec.name)}](/plugins/{registry.manager().owner(spec)}.md)", spec.summary)
+        for spec in registry.manager().specs(specs.AssistantSpec).values()
+    ]
+    return table(("Assistant", "How it drafts"), rows)
+
+
 def backends() -> str:
     """The table of all KV quantizers."""
     rows = [
@@ -105,6 +114,8 @@ def page(plugin: Plugin) -> str:
             parts += [_method(spec), _cache(spec)]
         elif isinstance(spec, specs.KVQuantizerSpec):
             parts += [_method(spec), _quantizer(spec)]
+        elif isinstance(spec, specs.AssistantSpec):
+            parts += [_method(spec), "### Options", options(spec.resolve().Options)]
         else:
             parts.append(f"{spec.summary[:1].upper()}{spec.summary[1:]}.")
         if spec.requires:

@@ -1,12 +1,11 @@
 """Speculative decoding: one loop, and what an assistant is built from."""
 
-from .control import SCHEDULES, DraftLength
+from .control import DraftLength
 from .drafter import AssistantOptions, Block, Call, Draft, Drafter
 from .rollout import RolloutDrafter, RolloutOptions
 from .stats import Stats
 
 __all__ = [
-    "SCHEDULES",
     "AssistantOptions",
     "Block",
     "Call",

@@ -15,8 +15,9 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
 _PROBE_WEIGHT = 3.0
 # tokens without drafting after it was found to lose; doubled each time
 _FIRST_PAUSE = 16
-# tokens drafted to find out
-_PROBE = 4
+# tokens drafted to find out: at the very first, where the assistant reads the prompt; to learn what a draft costs; and
+# after a pause
+_FIRST, _SECOND, _PROBE = 1, 2, 4
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -85,8 +86,8 @@ class DraftLength:
         # the first round measures what a forward without a draft costs
         if not self._verify or self._waiting > 0:
             return 0
-        if self._probing:
-            return min(_PROBE, self._most)
+        if self._probing or self._draft.median is None:
+            return min(self._most, _PROBE if self._draft.median is not None else _SECOND if self._rounds else _FIRST)
         best = self._best(self.acceptance)
         if best == 0:
             self.switched_off += 1
@@ -112,7 +113,9 @@ class DraftLength:
                 self._resume()
         if drafted == 0:
             return
-        self._draft.add(draft_seconds / drafted)
+        if not self._probing:
+            # a draft after a pause takes longer: the assistant reads what it has missed
+            self._draft.add(draft_seconds / drafted)
         kept = min(progress - 1, drafted)
         examined = min(kept + 1, drafted)
         fade = _MEMORY**examined
