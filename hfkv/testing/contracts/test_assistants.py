@@ -14,8 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hfkv
 from hfkv import registry
-from hfkv.specs import CacheSpec
-from hfkv.testing.cases import AssistantCase
+from hfkv.testing.cases import AssistantCase, CacheCase, select
 from hfkv.testing.models import NEW_TOKENS, PADDING, TinyModel, decoder_cache, load, logits_error
 from hfkv.testing.oracle import LOSSLESS
 
@@ -26,14 +25,18 @@ every_model = pytest.mark.parametrize("family", FAMILIES)
 PERIOD = 6
 
 
-def _caches() -> dict[str, dict[str, Any]]:
-    """The keywords of each cache that can crop: transformers' own, and all that are installed."""
-    ours = {
-        spec.name: {"cache_implementation": spec.name, "cache_config": dict(spec.contract_options)}
-        for spec in registry.manager().specs(CacheSpec).values()
-        if spec.crop and not registry.unmet(spec)
-    }
-    return {"dynamic": {}, **ours}
+def _caches() -> dict[str, CacheCase | None]:
+    """Each cache that can crop: transformers' own (None), and all that are installed."""
+    ours = {case.label: case for case in select() if case.spec.crop and not registry.unmet(case.spec)}
+    return {"dynamic": None, **ours}
+
+
+def _cached(cache: str, tiny: TinyModel) -> dict[str, Any]:
+    """The keywords of `generate` for a cache."""
+    case = _caches()[cache]
+    if case is None:
+        return {}
+    return {"cache_implementation": case.spec.name, "cache_config": case.options_for(tiny.model)}
 
 
 every_cache = pytest.mark.parametrize("cache", _caches())
@@ -62,7 +65,7 @@ def _same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_greedy_text_is_that_of_plain_decoding(hfkv_assistant: AssistantCase, family: str, cache: str) -> None:
     """The same cache decodes the same tokens; what a lossy one loses does not depend on the drafts."""
     tiny = load(family, "sdpa")
-    arguments = {"max_new_tokens": 2 * NEW_TOKENS, **_caches()[cache]}
+    arguments = {"max_new_tokens": 2 * NEW_TOKENS, **_cached(cache, tiny)}
     assisted = _assisted(hfkv_assistant, tiny)
     ids = _prompt(tiny)
     output = tiny.generate(ids, **arguments, **assisted)
@@ -101,7 +104,7 @@ def test_rows_of_a_batch_are_what_they_are_alone(hfkv_assistant: AssistantCase, 
     ids = torch.cat([_prompt(tiny), tiny.prompt(rows=2), _prompt(tiny).flip(1)])
     if tiny.is_encoder_decoder:
         ids[:, 0] = 1
-    arguments = {"max_new_tokens": 2 * NEW_TOKENS, **_caches()[cache]}
+    arguments = {"max_new_tokens": 2 * NEW_TOKENS, **_cached(cache, tiny)}
     free = tiny.generate(ids, **arguments).sequences
     # ends the first row early and, by chance, others
     arguments["eos_token_id"] = int(free[0, ids.shape[1] + 5])
@@ -246,7 +249,7 @@ def _exact_distribution(model: Any, prompt: list[int], temperature: float, top_k
 def test_sampling_is_exact(hfkv_assistant: AssistantCase, temperature: float, top_k: int) -> None:
     """Pairs of sampled tokens have the model's own distribution: as near to it as draws from it are."""
     model = _small(VOCABULARY)
-    assisted = AssistantCase(hfkv_assistant.spec).make(model)
+    assisted = hfkv_assistant.make(model)
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
     exact = _exact_distribution(model, prompt, temperature, top_k)
     torch.manual_seed(0)
