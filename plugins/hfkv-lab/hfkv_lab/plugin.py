@@ -19,6 +19,11 @@ def hfkv_subcommands() -> Iterator[hfkv.SubcommandSpec]:
         load="hfkv_lab.eval:main",
     )
     yield hfkv.SubcommandSpec(
+        name="inspect",
+        summary="what keys, values, attention and weights look like; which cache options they ask for",
+        load="hfkv_lab.inspect:main",
+    )
+    yield hfkv.SubcommandSpec(
         name="plan",
         summary="what fits on a card: weights, caches, users and context, by arithmetic alone",
         load="hfkv_lab.plan_command:main",

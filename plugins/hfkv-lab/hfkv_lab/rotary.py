@@ -18,8 +18,9 @@ from transformers.cache_utils import DynamicLayer
 
 from hfkv import kernels
 from hfkv.cache import KVQuantizer, PackedFormat
+from hfkv.cli.quality import read
 
-from .recording import record
+from .recording import recording
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,9 @@ def rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[int, Rota
         The model embeds positions in another way.
     """
     result = {}
-    # all tokens but the first as queries: the embedding of those is what the layers are handed
-    with torch.no_grad():
-        calls = record(model, torch.cat([input_ids[:, :1], input_ids], dim=1), input_ids.shape[1])
-    for call in calls:
+    with recording(model) as recorder:
+        read(model, input_ids.to(model.device), DynamicCache(config=model.config.get_text_config(decoder=True)))
+    for call in recorder.calls:
         apply = getattr(sys.modules[type(call.module).__module__], "apply_rotary_pos_emb", None)
         if call.rotary is None or apply is None or call.rotary[0].shape[-1] != call.key.shape[-1]:
             raise NotImplementedError(

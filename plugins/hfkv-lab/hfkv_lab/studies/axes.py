@@ -43,8 +43,8 @@ def run(subject: Subject) -> Study:
         findings(rows),
         {
             "nbits": "Bits", "key_axis": "Keys per", "value_axis": "Values per", "kl": "KL", "kl_low": "low",
-            "kl_high": "high", "top1": "Top 1, %", "keys": "Error of keys", "values": "Error of values",
-            "from_keys": "Output, keys only", "from_values": "Output, values only", "output": "Output",
+            "kl_high": "high", "top1": "Top 1, %", "keys": "Keys", "values": "Values", "from_keys": "Output from keys",
+            "from_values": "Output from values", "output": "Output",
         },
         rows,
         Figure(
@@ -99,5 +99,4 @@ def _draw(rows: list[dict[str, Any]], canvas: Canvas) -> None:
             right.bar(x, heights, 0.18, color=SERIES[place], alpha=(0.45, 1.0)[number], label=label)
     right.set_xticks([index + 0.3 for index in range(len(WIDTHS))], [f"{nbits} bits" for nbits in WIDTHS])
     right.set_ylabel("relative error from values")
-    right.set_yscale("log")
     right.legend(fontsize="small")

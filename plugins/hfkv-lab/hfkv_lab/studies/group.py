@@ -17,7 +17,7 @@ from .record import Study, Subject, with_interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-WIDTHS = (2, 3, 4)
+WIDTHS = (2, 4)
 GROUPS = (16, 32, 64, 128)
 
 
@@ -43,8 +43,8 @@ def run(subject: Subject) -> Study:
         findings(rows),
         {
             "nbits": "Bits", "group": "`group_size`", "kl": "KL", "kl_low": "low", "kl_high": "high",
-            "top1": "Top 1, %", "from_keys": "Output, keys only", "from_values": "Output, values only",
-            "output": "Output", "packed": "Packed bits per element", "bits": "Stored bits per element",
+            "top1": "Top 1, %", "from_keys": "Output from keys", "from_values": "Output from values",
+            "output": "Output", "packed": "Packed bits", "bits": "Stored bits",
         },
         rows,
         Figure(

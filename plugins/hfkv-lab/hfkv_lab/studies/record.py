@@ -18,6 +18,8 @@ from ..progress import Silent, Watcher
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+INTERVAL = ("kl_low", "kl_high")
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -87,13 +89,16 @@ class Study:
 
     def page(self, facts: dict[str, str]) -> Page:
         """The study for the terminal and the report."""
-        rows = [[shown(row[key]) for key in self.columns] for row in self.rows]
-        notes = [*self.findings, self.about]
+        # on a terminal a number and its interval are one column
+        keys = [key for key in self.columns if key not in INTERVAL]
+        header = [self.columns[key].replace("`", "") for key in keys]
+        rows = [[_with_interval(row) if key == "kl" else shown(row[key]) for key in keys] for row in self.rows]
+        notes = [*self.findings, self.about.replace("`", "")]
         data = {"title": self.title, "findings": self.findings, "columns": self.columns, "rows": self.rows}
         return Page(
             self.title,
             facts,
-            [Table(f"Study: {self.name}", list(self.columns.values()), rows, notes), self.figure],
+            [Table(f"Study: {self.name}", header, rows, notes), self.figure],
             {"facts": facts, **data},
         )
 
@@ -119,7 +124,11 @@ class Study:
 
 def shown(value: Any) -> str:
     """A cell of the table on the terminal."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _with_interval(row: Mapping[str, Any]) -> str:
+    return f"{row['kl']:.2g} ({row['kl_low']:.2g} to {row['kl_high']:.2g})"
 
 
 def rounded(value: Any) -> Any:

@@ -44,8 +44,8 @@ def run(subject: Subject) -> Study:
         findings(rows),
         {
             "sinks": "`sink_length`", "residual": "`residual_length`", "kl": "KL", "kl_low": "low", "kl_high": "high",
-            "top1": "Top 1, %", "from_keys": "Output, keys only", "from_values": "Output, values only",
-            "output": "Output", "bits": "Stored bits per element",
+            "top1": "Top 1, %", "from_keys": "Output from keys", "from_values": "Output from values",
+            "output": "Output", "bits": "Stored bits",
         },
         rows,
         Figure(
@@ -67,8 +67,8 @@ def findings(rows: list[dict[str, Any]]) -> list[str]:
     few, many = SINKS
     return [
         *result,
-        f"With a residual of {last}, {many} sinks divide KL by {at[few, last]['kl'] / at[many, last]['kl']:.2f} for "
-        f"{at[many, last]['bits'] - at[few, last]['bits']:.3f} bits per element more.",
+        f"With a residual of {last}, {many} sinks divide KL by {at[few, last]['kl'] / at[many, last]['kl']:.2f}, at "
+        f"{at[many, last]['bits']:.2f} stored bits per element against {at[few, last]['bits']:.2f}.",
     ]
 
 

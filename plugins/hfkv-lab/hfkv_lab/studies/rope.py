@@ -53,13 +53,13 @@ def run(subject: Subject) -> Study:
         "rope",
         f"Keys quantized before and after the rotary embedding, {subject.name}",
         f"{subject.how} Only keys are quantized, in groups of {GROUP_SIZE} with the quantizer rtn; the newest "
-        f"{RESIDUAL} tokens are exact, and there are no sinks. Before: what is quantized is turned back first, and "
-        "turned again after. The errors are of single layers, averaged: of the keys as attention sees them, and of "
-        "the attention output.",
+        f"{RESIDUAL} tokens are exact, and there are no sinks. Before the embedding: what is quantized is "
+        "turned back first, and turned again after. The errors are of single layers, averaged: of the keys as "
+        "attention sees them, and of the attention output.",
         findings(rows),
         {
-            "nbits": "Bits", "axis": "Keys per", "order": "Quantized, rotary embedding", "kl": "KL", "kl_low": "low",
-            "kl_high": "high", "top1": "Top 1, %", "keys": "Error of keys", "from_keys": "Output",
+            "nbits": "Bits", "axis": "Keys per", "order": "Embedding", "kl": "KL", "kl_low": "low",
+            "kl_high": "high", "top1": "Top 1, %", "keys": "Keys", "from_keys": "Output",
         },
         rows,
         Figure(
