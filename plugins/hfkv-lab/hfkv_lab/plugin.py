@@ -16,12 +16,12 @@ def hfkv_subcommands() -> Iterator[hfkv.SubcommandSpec]:
     yield hfkv.SubcommandSpec(
         name="eval",
         summary="what caches cost in quality, measured while decoding; the studies",
-        load="hfkv_lab.eval:main",
+        load="hfkv_lab.eval_command:main",
     )
     yield hfkv.SubcommandSpec(
         name="inspect",
         summary="what keys, values, attention and weights look like; which cache options they ask for",
-        load="hfkv_lab.inspect:main",
+        load="hfkv_lab.inspect_command:main",
     )
     yield hfkv.SubcommandSpec(
         name="plan",

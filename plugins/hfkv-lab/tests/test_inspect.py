@@ -11,8 +11,8 @@ import torch
 from hfkv.testing.models import load
 from hfkv_lab.advice import advise
 from hfkv_lab.geometry import best, hadamard, trials
+from hfkv_lab.inspect_page import page
 from hfkv_lab.inspection import attention, channels, inspect, mass, matrices, residual
-from hfkv_lab.inspection_page import page
 from hfkv_lab.output import plain
 from hfkv_lab.recording import record
 from hfkv_lab.report import html

@@ -43,8 +43,8 @@ def main(
         from hfkv.cli import comparison
 
         from . import text as texts
+        from .inspect_page import page
         from .inspection import inspect
-        from .inspection_page import page
         from .provenance import made_with
     content = texts.read(text, dataset, field)
     loaded, tokenizer, name = comparison.load(out, model, gguf_file, dtype.value, device)

@@ -82,8 +82,8 @@ def main(
     if study is not None:
         _study(out, study, loaded, tokenizer, name, model, content, sizes, save, as_json, report)
         return
+    from .eval_page import page
     from .evaluate import EvalOptions, count_steps, evaluate
-    from .evaluation_page import page
     from .provenance import made_with
 
     chosen = EvalOptions(parts=tuple(part or PARTS), new_tokens=new_tokens, **sizes)
