@@ -28,6 +28,7 @@ GENERATED: dict[str, Callable[..., str]] = {
     "hooks": tables.hook_reference,
     "ops": tables.op_table,
     "plugins": plugin_pages.index,
+    "studies": figures.studies,
 }
 _PLACE = re.compile(r"^<!-- generated: ([\w-]+)((?: [\w./-]+)*) -->$", re.MULTILINE)
 

@@ -229,8 +229,28 @@ def test_figure_of_another_form_is_refused(tmp_path, change):
         figures.load(tmp_path)
 
 
+def test_figure_that_is_not_there_is_refused(tmp_path):
+    picture = {"figure": {"file": "quality.svg", "description": "quality over bits"}}
+    (tmp_path / "quality.json").write_text(json.dumps(FIGURE | picture))
+    with pytest.raises(ValueError, match=r"quality\.json: there is no file quality\.svg beside it"):
+        figures.load(tmp_path)
+    (tmp_path / "quality.svg").write_text("<svg/>")
+    assert "![quality over bits](quality.svg)\n\n| Bits | KL |" in figures.every(tmp_path)
+
+
 def test_committed_figures_can_be_read():
     assert all(figure["rows"] for figure in figures.load())
+
+
+def test_committed_studies_have_a_figure_and_the_command_that_makes_them():
+    found = figures.load(figures.STUDIES)
+    assert found
+    for study in found:
+        name, _, model = study["figure"]["file"].removesuffix(".svg").partition("-")
+        assert study["command"].startswith(f"hfkv eval {model} --study {name}")
+    # nothing lies there that no study shows
+    shown = {study["figure"]["file"] for study in found}
+    assert {path.name for path in figures.STUDIES.glob("*.svg")} == shown
 
 
 def test_docstrings_are_read():

@@ -102,6 +102,17 @@ def test_set_default_holds_until_it_is_taken_back(model_folder):
     assert all("DynamicCache" in line for line, is_ours in zip(lines, ours, strict=True) if not is_ours)
 
 
+def test_evaluate_cache_orders_the_caches(model_folder):
+    lines = run("evaluate_cache", model_folder).splitlines()
+    assert [line.partition("  ")[0] for line in lines] == ["plain", "kivi nbits=4", "kivi nbits=2"]
+    found = [re.findall(r"KL ([\d.]+) \(([\d.]+) to ([\d.]+)\)", line)[0] for line in lines]
+    kl, low, high = zip(*([float(number) for number in numbers] for numbers in found), strict=True)
+    assert kl[0] == high[0] == 0
+    assert 0 < low[1] <= kl[1] <= high[1]
+    assert kl[1] < kl[2]
+    assert "top 1 100.0% " in lines[0]
+
+
 def test_formula_is_that_of_the_cache():
     # the numbers above are compared with a formula: that formula, compared with a cache
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM)

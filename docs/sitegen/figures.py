@@ -1,4 +1,4 @@
-"""Tables of measured figures, from the JSON files of ``docs/benchmarks/``.
+"""Tables of measured figures, from the JSON files of ``docs/benchmarks/`` and ``docs/studies/``.
 
 A file holds one table::
 
@@ -13,6 +13,7 @@ A file holds one table::
     }
 
 ``plugins`` says on whose pages the table is shown too. ``columns`` gives the keys of a row in order, with their heads.
+A study has a picture beside its table: ``"figure": {"file": "axes.svg", "description": "what it shows"}``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from .tables import table
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+STUDIES = Path(__file__).resolve().parents[1] / "studies"
 KEYS = frozenset({"title", "plugins", "about", "command", "versions", "columns", "rows"})
 
 
@@ -33,15 +35,18 @@ def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
     Raises
     ------
     ValueError
-        A file that has other keys, or a row without one of the columns.
+        A file that has other keys, a row without one of the columns, or a picture that is not there.
     """
     found = []
     for path in sorted(folder.glob("*.json")):
         figure = json.loads(path.read_text(encoding="utf-8"))
-        if set(figure) != KEYS:
+        if set(figure) - {"figure"} != KEYS:
             raise ValueError(
-                f"{path.name}: the keys must be {', '.join(sorted(KEYS))}; got {', '.join(sorted(figure))}"
+                f"{path.name}: the keys must be {', '.join(sorted(KEYS))}, and figure may be one; "
+                f"got {', '.join(sorted(figure))}"
             )
+        if "figure" in figure and not (folder / figure["figure"]["file"]).is_file():
+            raise ValueError(f"{path.name}: there is no file {figure['figure']['file']} beside it")
         for row in figure["rows"]:
             if set(row) != set(figure["columns"]):
                 raise ValueError(f"{path.name}: a row has {sorted(row)}, the columns are {sorted(figure['columns'])}")
@@ -52,6 +57,11 @@ def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
 def every(folder: Path = FOLDER) -> str:
     """All tables, one section each."""
     return "\n\n".join(f"## {figure['title']}\n\n{_body(figure)}" for figure in load(folder))
+
+
+def studies(folder: Path = STUDIES) -> str:
+    """All studies: each with its picture and its table."""
+    return every(folder)
 
 
 def about(plugin: str, folder: Path = FOLDER) -> str:
@@ -65,8 +75,15 @@ def _body(figure: dict[str, Any]) -> str:
     columns = figure["columns"]
     rows = [[_number(row[key]) for key in columns] for row in figure["rows"]]
     versions = ", ".join(f"{name} {version}" for name, version in figure["versions"].items())
+    picture = figure.get("figure")
+    shown = [] if picture is None else [f"![{picture['description']}]({picture['file']})"]
     return "\n\n".join(
-        [figure["about"], table(list(columns.values()), rows), f"Command: `{figure['command']}`. With {versions}."]
+        [
+            figure["about"],
+            *shown,
+            table(list(columns.values()), rows),
+            f"Command: `{figure['command']}`. With {versions}.",
+        ]
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from hfkv import integration
 from hfkv.cli.quality import read
+from hfkv.cli.settings import PLAIN, Setting, parse_cache
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,33 @@ class Candidate:
         )
         tokens: list[int] = output[0, input_ids.shape[1] :].tolist()
         return tokens
+
+
+def candidates(model: PreTrainedModel, caches: Iterable[str | Setting]) -> list[Candidate]:
+    """The plain cache, then the caches of these texts, each ``NAME`` or ``NAME:key=value,key=value``.
+
+    Raises
+    ------
+    ValueError
+        A text that is no cache, or a cache that does not grow.
+    """
+    settings = [parse_cache(cache) if isinstance(cache, str) else cache for cache in caches]
+    for setting in settings:
+        if setting.make(model) is None:
+            raise ValueError(
+                f"the cache {setting.name!r} needs a length in advance and cannot be decoded from in steps. "
+                "Choose one that grows: dynamic, quantized, or one of hfkv list"
+            )
+    return [
+        Candidate(setting.label, model, partial(_make, setting, model))
+        for setting in [PLAIN, *(setting for setting in settings if setting != PLAIN)]
+    ]
+
+
+def _make(setting: Setting, model: PreTrainedModel) -> Cache:
+    cache = setting.make(model)
+    assert cache is not None
+    return cache
 
 
 def copied(cache: Cache) -> Cache:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hfkv.cli.models import DEFAULT
-from hfkv.cli.settings import PLAIN, Setting
 
 from . import options
 from .output import check_report, console, finish
@@ -76,18 +74,18 @@ def main(
         from . import text as texts
     content = texts.read(text, dataset, field)
     loaded, tokenizer, name = comparison.load(out, model, gguf_file, dtype.value, device)
-    sizes: dict[str, Any] = {"prefill": prefill, "tokens": tokens, "chunk": chunk}
-    if windows is not None:
-        sizes["windows"] = windows
+    sizes: dict[str, Any] = {"windows": windows} if windows is not None else {}
+    sizes |= {"prefill": prefill, "tokens": tokens, "chunk": chunk}
     if study is not None:
         _study(out, study, loaded, tokenizer, name, model, content, sizes, save, as_json, report)
         return
+    from .candidates import candidates
     from .eval_page import page
     from .evaluate import EvalOptions, count_steps, evaluate
     from .provenance import made_with
 
     chosen = EvalOptions(parts=tuple(part or PARTS), new_tokens=new_tokens, **sizes)
-    compared = _candidates(loaded, [PLAIN, *settings])
+    compared = candidates(loaded, settings)
     with steps(out, count_steps(chosen, len(compared))) as bar:
         results = evaluate(compared, tokenizer, content.content, chosen, bar)
     finish(out, page(results, chosen, made_with(loaded, name, content.source)), as_json=as_json, report=report)
@@ -109,20 +107,6 @@ def _check(study: str | None, cache: list[str] | None, part: list[str] | None, s
     unknown = [name for name in part or () if name not in PARTS]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is not there. Choose from: {', '.join(PARTS)}", param_hint="--part")
-
-
-def _candidates(model: Any, settings: list[Setting]) -> list[Any]:
-    from .candidates import Candidate
-
-    result = []
-    for setting in settings:
-        if setting.make(model) is None:
-            raise ValueError(
-                f"--cache {setting.name}: it needs a length in advance and cannot be decoded from in steps. "
-                "Choose a cache that grows: dynamic, quantized, or one of hfkv list"
-            )
-        result.append(Candidate(setting.label, model, partial(setting.make, model)))
-    return result
 
 
 def _study(
