@@ -139,8 +139,9 @@ def machine(run: Run) -> None:
 def ops_against_reference(run: Run) -> None:
     """Compare every op with the reference over a grid of shapes, one report for each that differs."""
     from hfkv.kernels import REFERENCE
+    from hfkv.testing.packing import RoundToNearest
     from hfkv_triton.kernels import kernels
-    from hfkv_triton.testing import WIDTHS, RoundToNearest, check_attend, make_view
+    from hfkv_triton.testing import WIDTHS, check_attend, make_view
 
     dtypes = [torch.bfloat16, torch.float16, torch.float32]
     formats: Any = itertools.product(WIDTHS, dtypes, (64, 128, 80, 256), (32, 24), (1, 4, 16), (1, 5, 70))

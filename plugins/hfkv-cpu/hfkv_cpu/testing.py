@@ -1,62 +1,18 @@
-"""Views as attention is handed them, made of random numbers; every fresh allocation can be poisoned."""
+"""Views as attention is handed them, made of random numbers."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfkv.cache import KVQuantizer, KVView, PackedBlocks, PackedFormat, PackedStore, round_to_grid
+from hfkv.cache import KVView, PackedBlocks, PackedFormat
 from hfkv.cache.packed import Axis
-from hfkv.kernels import REFERENCE
+from hfkv.testing.packing import make_blocks
 
 from . import _kernels
 
 WIDTHS = (2, 3, 4, 8)
 ISAS = tuple(_kernels.isa_names())
 FINITE = torch.finfo(torch.float32).min
-
-
-class RoundToNearest(KVQuantizer):
-    """Round to nearest between the minimum and the maximum, as the op ``pack`` does it for this name."""
-
-    name = "rtn"
-
-    def quantize(self, groups: torch.Tensor, nbits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scale and offset of each group."""
-        low, high = groups.aminmax(dim=-1)
-        return round_to_grid(groups, (high - low) / (2**nbits - 1), low, nbits)
-
-
-class Nearest(KVQuantizer):
-    """The nearest level of a codebook."""
-
-    name = "book"
-
-    def __init__(self, levels: tuple[float, ...]) -> None:
-        self.levels = torch.tensor(levels)
-
-    def quantize(self, groups: torch.Tensor, nbits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes of the nearest levels, times the largest absolute value."""
-        scale = groups.abs().amax(-1).half()
-        codes = (groups.unsqueeze(-1) / scale.float()[..., None, None] - self.levels).abs().argmin(-1)
-        return codes.to(torch.uint8), scale, torch.zeros_like(scale)
-
-
-def make_blocks(states: torch.Tensor, format: PackedFormat, grown: bool = False) -> PackedBlocks:
-    """Packed by the reference; ``grown`` gives a view of a store with room for more."""
-    quantizer = RoundToNearest() if format.codebook is None else Nearest(format.codebook)
-    blocks = REFERENCE.pack(states, format, quantizer)
-    if not grown:
-        return blocks
-    store = PackedStore(format, states.shape[0], states.shape[1], states.device)
-    store.extend(blocks.narrow(0, 1))
-    for block in range(1, blocks.count):
-        store.extend(blocks.narrow(block, 1))
-    return store.view()
 
 
 def make_view(
@@ -110,18 +66,3 @@ def make_view(
         packed[0],
         packed[1],
     )
-
-
-class _Poison(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if "empty" in func.__name__:
-            result.view(torch.uint8).fill_(255) if result.dtype == torch.uint8 else result.fill_(torch.nan)
-        return result
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill what ``torch.empty`` and its relatives return with NaN (255 for bytes)."""
-    with _Poison():
-        yield

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hfkv.kernels import REFERENCE
+from hfkv.testing.packing import poisoned
 from hfkv_cpu.kernels import CpuKernels
-from hfkv_cpu.testing import FINITE, ISAS, WIDTHS, make_view, poisoned
+from hfkv_cpu.testing import FINITE, ISAS, WIDTHS, make_view
 
 # against the reference in float64-like precision: float32 sums, and the rounding of the output for half precision
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}

@@ -7,8 +7,9 @@ import torch
 
 from hfkv.cache import PackedFormat
 from hfkv.kernels import REFERENCE
+from hfkv.testing.packing import RoundToNearest, make_blocks, poisoned
 from hfkv_cpu.kernels import CpuKernels
-from hfkv_cpu.testing import ISAS, WIDTHS, RoundToNearest, make_blocks, poisoned
+from hfkv_cpu.testing import ISAS, WIDTHS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -1,59 +1,19 @@
-"""Views as attention is handed them, made of random numbers; every fresh allocation can be poisoned."""
+"""Views as attention is handed them, made of random numbers, and the comparison with the reference."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfkv.cache import KVQuantizer, KVView, PackedBlocks, PackedFormat, PackedStore, round_to_grid
+from hfkv.cache import KVView, PackedFormat
 from hfkv.kernels import REFERENCE
+from hfkv.testing.packing import make_blocks, poisoned
 
 WIDTHS = (2, 3, 4, 8)
 FINITE = torch.finfo(torch.float32).min
 # relative to the reference in float32, whose operands are those of the kernels: tensor cores round what they multiply
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
-
-
-class RoundToNearest(KVQuantizer):
-    """Round to nearest between the minimum and the maximum, as the op ``pack`` does it for this name."""
-
-    name = "rtn"
-
-    def quantize(self, groups: torch.Tensor, nbits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scale and offset of each group."""
-        low, high = groups.aminmax(dim=-1)
-        return round_to_grid(groups, (high - low) / (2**nbits - 1), low, nbits)
-
-
-class Nearest(KVQuantizer):
-    """The nearest level of a codebook."""
-
-    name = "book"
-
-    def __init__(self, levels: tuple[float, ...]) -> None:
-        self.levels = torch.tensor(levels)
-
-    def quantize(self, groups: torch.Tensor, nbits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scale and offset of each group."""
-        scale = groups.abs().amax(-1).half()
-        distance = (groups.unsqueeze(-1) / scale.float()[..., None, None] - self.levels.to(groups.device)).abs()
-        return distance.argmin(-1).to(torch.uint8), scale, torch.zeros_like(scale)
-
-
-def make_blocks(states: torch.Tensor, format: PackedFormat, grown: bool = False) -> PackedBlocks:
-    """Packed by the reference; ``grown`` gives a view of a store with room for more."""
-    quantizer = RoundToNearest() if format.codebook is None else Nearest(format.codebook)
-    blocks = REFERENCE.pack(states, format, quantizer)
-    if not grown:
-        return blocks
-    store = PackedStore(format, states.shape[0], states.shape[1], states.device)
-    for block in range(blocks.count):
-        store.extend(blocks.narrow(block, 1))
-    return store.view()
 
 
 def make_view(
@@ -95,21 +55,6 @@ def make_view(
         level = torch.randn(format.head_dim, generator=generator).to(device, dtype)
         packed.append(make_blocks(states(blocks * format.block_length, format.head_dim) + level, format, grown))
     return KVView(states(sink + exact, head_dim), states(sink + exact, value_head_dim), sink, *packed)
-
-
-class _Poison(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if "empty" in func.__name__:
-            result.fill_(torch.nan if result.is_floating_point() else torch.iinfo(result.dtype).max)
-        return result
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill what ``torch.empty`` and its relatives return with NaN (the largest number where it is an integer)."""
-    with _Poison():
-        yield
 
 
 def check_attend(

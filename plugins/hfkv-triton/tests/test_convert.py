@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from hfkv.cache import PackedFormat
 from hfkv.kernels import REFERENCE
+from hfkv.testing.packing import RoundToNearest, make_blocks, poisoned
 from hfkv_triton.kernels import TritonKernels
-from hfkv_triton.testing import WIDTHS, RoundToNearest, make_blocks, poisoned
+from hfkv_triton.testing import WIDTHS
 
 KERNELS = TritonKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
