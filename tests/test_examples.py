@@ -19,13 +19,13 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 32
 
 
-def run(name: str, model_folder: Path, code: str = "") -> str:
-    """What an example prints; ``code`` runs after it, in its namespace."""
+def run(name: str, model_folder: Path, code: str = "", *arguments: str) -> str:
+    """What an example prints; ``code`` runs after it, in its namespace, and ``arguments`` are its own."""
     script = next(path for path in EXAMPLES if path.stem == name)
     source = script.read_text(encoding="utf-8") + code
     variables = {key: value for key, value in os.environ.items() if not key.startswith("HFKV_")}
     done = subprocess.run(
-        [sys.executable, "-c", source, str(model_folder)],
+        [sys.executable, "-c", source, str(model_folder), *arguments],
         env=variables | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -93,6 +93,17 @@ def test_prefix_reuse_leaves_the_document_as_it_was(model_folder):
     assert f"the document: {tokens} tokens, as before" in shown
     stored = int(re.search(r"in ([\d,]+) bytes", shown)[1].replace(",", ""))
     assert 8 * stored == LAYERS * bits(tokens, 4)
+
+
+def test_endless_chat_stays_in_its_window(model_folder):
+    shown = run("endless_chat", model_folder, "", "6000")
+    lines = re.findall(r"(\d+) tokens seen, (\d+) kept in ([\d,]+) bytes: This is about ", shown)
+    assert len(lines) >= 3
+    assert int(lines[-1][0]) > 6000
+    assert {kept for _, kept, _ in lines} == {"1024"}
+    # sinks, window and the room for an eighth of it, in float32
+    stored = {int(size.replace(",", "")) for _, _, size in lines}
+    assert stored == {LAYERS * 2 * KV_HEADS * HEAD_DIM * 4 * (4 + 1020 + 127)}
 
 
 def test_set_default_holds_until_it_is_taken_back(model_folder):

@@ -95,6 +95,26 @@ class Rotation:
         return moved.to(states.dtype)
 
 
+@dataclass(frozen=True)
+class UnknownRotation:
+    """That of a cache which was made from a config alone: its bytes can be planned, its sinks cannot be moved."""
+
+    technique: str
+
+    def move(self, states: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        """Nothing that could be right.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        raise NotImplementedError(
+            f'positions="cache" of {self.technique!r} needs to know how the model turns its queries, and this cache '
+            'was made from a config, which cannot tell. Fix: hfkv.make_cache(name, model), or positions="absolute"'
+        )
+
+
 @functools.lru_cache(maxsize=64)
 def _table(
     partner: tuple[int, ...],

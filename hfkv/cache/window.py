@@ -14,7 +14,7 @@ import torch
 from .layer import LayerContext
 from .packed import PackedBlocks
 from .padding import Padding
-from .rotary import Rotation, find_rotation
+from .rotary import Rotation, UnknownRotation, find_rotation
 from .view import KVView
 
 # tokens behind the window that stay while a crop may come: more than any draft that is taken back
@@ -35,7 +35,7 @@ class Window:
 
     length: int
     sink_length: int = 0
-    rotation: Rotation | None = None
+    rotation: Rotation | UnknownRotation | None = None
 
     def hides(self, seen: int) -> bool:
         """Whether the newest of so many tokens sees less than all of them."""
@@ -66,15 +66,12 @@ def make_window(context: LayerContext, *, length: int, sink_length: int = 0, pos
     Raises
     ------
     NotImplementedError
-        ``positions="cache"`` without a model, or for one without a rotary embedding.
+        ``positions="cache"`` for a model without a rotary embedding.
     """
     if positions == "absolute" or sink_length == 0:
         return Window(length, sink_length)
     if context.model is None:
-        raise NotImplementedError(
-            f'positions="cache" of {context.technique!r} asks the model how it turns its queries, and a config alone '
-            'cannot tell. Fix: make_cache(name, model), or positions="absolute"'
-        )
+        return Window(length, sink_length, UnknownRotation(context.technique))
     return Window(length, sink_length, find_rotation(context.model, context.layer_idx))
 
 

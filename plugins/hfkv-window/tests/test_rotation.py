@@ -172,11 +172,14 @@ def test_a_model_without_rotary_embedding_is_refused_by_name_and_takes_absolute_
 
 
 def test_a_config_alone_cannot_say_and_the_error_says_what_can():
-    config = tiny({}).config
-    with pytest.raises(NotImplementedError, match=r"Fix: make_cache\(name, model\), or positions=\"absolute\""):
-        hfkv.make_cache("sink", config)
-    assert hfkv.make_cache("sink", config, positions="absolute").layers[0].window.sink_length == 4
-    assert hfkv.make_cache("window", config).layers[0].window.sink_length == 0
+    model = tiny({})
+    options = {"window_length": 8, "sink_length": 2}
+    cache = hfkv.make_cache("sink", model.config, **options)
+    feed(model, cache, ids_of(10), 10)
+    with pytest.raises(NotImplementedError, match=r"Fix: hfkv.make_cache\(name, model\), or positions=\"absolute\""):
+        feed(model, cache, ids_of(1), 1)
+    feed(model, hfkv.make_cache("sink", model.config, **options, positions="absolute"), ids_of(30), 7)
+    feed(model, hfkv.make_cache("window", model.config, window_length=8), ids_of(30), 7)
 
 
 def test_an_encoder_decoder_without_rotary_embedding_is_refused():
