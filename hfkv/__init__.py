@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .specs import CacheSpec as CacheSpec
     from .specs import KernelSpec as KernelSpec
     from .specs import KVQuantizerSpec as KVQuantizerSpec
+    from .specs import StructureSpec as StructureSpec
     from .specs import SubcommandSpec as SubcommandSpec
     from .specs import TrainerSpec as TrainerSpec
     from .specs import WeightQuantizerSpec as WeightQuantizerSpec
@@ -56,6 +57,7 @@ _HOME = {
     "CacheSpec": "specs",
     "KernelSpec": "specs",
     "KVQuantizerSpec": "specs",
+    "StructureSpec": "specs",
     "SubcommandSpec": "specs",
     "TrainerSpec": "specs",
     "WeightQuantizerSpec": "specs",

@@ -17,6 +17,7 @@ from typing import Any
 
 # the module to watch, and the function of `integration` that patches it
 WATCHED = {
+    "transformers.modeling_utils": "wrap_models",
     "transformers.generation.configuration_utils": "add_names",
     "transformers.generation.utils": "wrap_generation",
     "transformers.models.diffusion_gemma.generation_diffusion_gemma": "keep_names_out",

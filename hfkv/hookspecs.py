@@ -26,6 +26,7 @@ from .specs import (
     CacheSpec,
     KernelSpec,
     KVQuantizerSpec,
+    StructureSpec,
     SubcommandSpec,
     TrainerSpec,
     WeightQuantizerSpec,
@@ -93,6 +94,16 @@ def hfkv_trainers() -> Iterable[TrainerSpec]:
     Example::
 
         yield TrainerSpec(name="distill", summary="...", load="hfkv_distill.trainer:DistillationTrainer")
+    """
+
+
+@hookspec(historic=True)
+def hfkv_structures() -> Iterable[StructureSpec]:
+    """Changes of a model's modules that are saved with its config and made again by `from_pretrained`.
+
+    Example::
+
+        yield StructureSpec(name="crosslayer", summary="...", load="hfkv_crosslayer.sharing:restore")
     """
 
 

@@ -10,6 +10,7 @@ What is patched, and undone by `restore`:
 * ``GenerationMixin._extract_generation_mode_kwargs``: hands streamer and tokenizer to an assistant's decoding loop;
   `generate` drops them where ``custom_generate`` is a function;
 * ``GenerationMixin._sample``: decodes with a model's default assistant;
+* ``PreTrainedModel.post_init``: makes the changes of a model's modules that its config asks for;
 * the attention function ``"sdpa"``: reads packed handles without dequantizing them;
 * ``AttentionInterface.get_interface``: lets every attention function, a model's own eager one too, read windows;
 * the mappings of ``quantizers.auto``: ``quant_method="hfkv"`` is the config and the quantizer of `hfkv.weights`, whose
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from . import attention, autoload, decoding, patching, registry
 from .decoding import cache_argument as cache_argument
 from .defaults import KEY, get_default
-from .specs import CacheSpec
+from .specs import CacheSpec, StructureSpec
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,21 @@ def add_weight_quantizer(auto: ModuleType) -> None:
 
     patching.add(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD, WeightConfig)
     patching.add(auto.AUTO_QUANTIZER_MAPPING, METHOD, HFKVWeightQuantizer)
+
+
+def wrap_models(modeling_utils: ModuleType) -> None:
+    """Let models be built with the structure that their config asks for: ``config.hfkv = {name: settings}``."""
+    patching.replace(modeling_utils.PreTrainedModel, "post_init", _post_init_wrapper)
+
+
+def _post_init_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        original(self)
+        for name, settings in (getattr(self.config, KEY, None) or {}).items():
+            registry.find(StructureSpec, name, f"config.{KEY}")(self, **settings)
+
+    return post_init
 
 
 def wrap_generation(utils: ModuleType) -> None:

@@ -30,6 +30,7 @@ KINDS: Mapping[str, type[Spec]] = {
     "hfkv_kernels": specs.KernelSpec,
     "hfkv_assistants": specs.AssistantSpec,
     "hfkv_trainers": specs.TrainerSpec,
+    "hfkv_structures": specs.StructureSpec,
     "hfkv_subcommands": specs.SubcommandSpec,
 }
 

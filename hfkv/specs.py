@@ -149,5 +149,15 @@ class TrainerSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructureSpec(Spec):
+    """A change of a model's modules; ``load`` names a function ``(model, **settings)`` that makes it.
+
+    A model that was changed says so in its config, ``config.hfkv = {name: settings}``, which `save_pretrained` keeps.
+    The function runs at the end of the model's ``__init__``, before weights are loaded, and once more for each model
+    around it: it finds what it has changed as it left it.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class SubcommandSpec(Spec):
     """A subcommand of ``hfkv``; ``load`` names a function that typer can turn into a command."""

@@ -30,6 +30,7 @@ KINDS: dict[type[specs.Spec], str] = {
     specs.KernelSpec: "kernels",
     specs.AssistantSpec: "assistant",
     specs.TrainerSpec: "trainer",
+    specs.StructureSpec: "structure",
     specs.SubcommandSpec: "subcommand",
 }
 # tokens at which the stored size is shown

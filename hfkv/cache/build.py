@@ -85,7 +85,7 @@ def build_cache(
     members: dict[tuple[type[KVLayer], str], list[tuple[CacheOptions, LayerContext]]] = {}
     for index, choice in chosen.items():
         if choice is not None:
-            context = LayerContext(index, config, padding, choice.name, layers[index], model)
+            context = LayerContext(index, config, padding, choice.name, layers[index], model, index in overrides)
             members.setdefault((choice.layer_class, choice.name), []).append((choice.options, context))
     for (layer_class, _), its_members in members.items():
         for (_, context), layer in zip(its_members, layer_class.build(its_members), strict=True):

@@ -33,6 +33,8 @@ class LayerContext:
         The layer that transformers would make here.
     model
         The model that the cache is for; None where it is built from a config. Not to be kept either.
+    has_own_options
+        Whether ``layers`` gives this layer options of its own.
     """
 
     layer_idx: int
@@ -41,6 +43,7 @@ class LayerContext:
     technique: str = "cache"
     default: Any = None
     model: PreTrainedModel | None = None
+    has_own_options: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ..specs import (
     KernelSpec,
     KVQuantizerSpec,
     Spec,
+    StructureSpec,
     SubcommandSpec,
     TrainerSpec,
     WeightQuantizerSpec,
@@ -28,6 +29,7 @@ KINDS: dict[type[Spec], str] = {
     KernelSpec: "kernel",
     AssistantSpec: "assistant",
     TrainerSpec: "trainer",
+    StructureSpec: "structure",
     SubcommandSpec: "subcommand",
 }
 

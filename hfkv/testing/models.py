@@ -78,8 +78,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "d_model": 48,
         "d_kv": 12,
         "d_ff": 96,
-        "num_layers": 2,
-        "num_decoder_layers": 2,
+        "num_layers": 4,
+        "num_decoder_layers": 4,
         "num_heads": 4,
         "feed_forward_proj": "gated-gelu",
         "initializer_factor": 1.4,
@@ -237,8 +237,10 @@ class TinyModel:
         assistant = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
-            head = assistant.get_output_embeddings().weight
-            head += 0.2 * head.std() * torch.randn(head.shape, generator=generator)
+            # a weight of its own: where it is tied, what the assistant reads would change as well
+            head = assistant.get_output_embeddings()
+            noise = torch.randn(head.weight.shape, generator=generator)
+            head.weight = torch.nn.Parameter(head.weight + 0.6 * head.weight.std() * noise)
         settings = assistant.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 4, "constant"
         settings.assistant_confidence_threshold = 0.0

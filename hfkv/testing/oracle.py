@@ -135,9 +135,9 @@ class Judge:
         return {index: pattern for index, pattern in asked.items() if pattern is not None}
 
     def assistant(self) -> Any:
-        """An assistant that is often right: it forgets what the technique forgets."""
+        """An assistant that is often right: it computes, and forgets, what the technique does."""
         assistant = self.tiny.assistant
-        if self._patterns(1):
+        if self._patterns(1) or self.case.spec.contract_reference is not None:
             assistant = copy.deepcopy(assistant)
             set_default(assistant, self.case.spec.name, **self.case.options_for(assistant))
         return assistant
