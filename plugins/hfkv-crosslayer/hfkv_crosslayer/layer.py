@@ -211,9 +211,13 @@ class CrossLayer(KVLayer):
         return self._source.steps_ahead() if isinstance(self._source, KVLayer) else None
 
     @property
-    def sliding_window(self) -> int | None:
-        """The window of a sliding store."""
-        return getattr(self._source, "sliding_window", None)
+    def kept_length(self) -> int:
+        """How many of the tokens seen can still be attended to: those that the store keeps."""
+        return layer_memory(self._source, set()).tokens
+
+    def attended(self, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a store that forgets lets each query see."""
+        return self._source.attended(length) if isinstance(self._source, KVLayer) else None
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -221,6 +225,14 @@ class CrossLayer(KVLayer):
         self.is_initialized = False
         if self.store is not None:
             self.store.reset()
+
+    def move(self, device: torch.device) -> None:
+        """Move what is stored to a device; nothing for a borrower."""
+        if isinstance(self.store, KVLayer):
+            self.store.move(device)
+        elif self.store is not None and self.store.is_initialized:
+            self.store.keys = self.store.keys.to(device, non_blocking=True)
+            self.store.values = self.store.values.to(device, non_blocking=True)
 
     def offload(self) -> None:
         """Move what is stored to the CPU."""

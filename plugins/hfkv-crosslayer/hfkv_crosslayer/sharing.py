@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -57,6 +57,7 @@ def share(model: PreTrainedModel, groups: Sequence[Sequence[int]]) -> PreTrained
         raise NotImplementedError(f"{type(model).__name__} shares keys and values natively, and keeps to it")
     decided = checked(groups, kinds_of(config))
     _check_shapes(model, decided)
+    _check_keyword(model)
     restore(model, decided)
     config.hfkv = {**stored, NAME: {"groups": decided}}
     return model
@@ -223,8 +224,6 @@ def _check_shapes(model: Any, groups: Groups) -> None:
             f"{type(model).__name__} has attention without {' and '.join(_PROJECTIONS)} of its own, so its layers "
             "cannot share in training. The cache 'crosslayer' needs none"
         )
-    for call in (decoder.forward, *(layer.forward for layer in cast(Any, decoder).layers)):
-        _check_keywords(call)
     for donor, *borrowers in groups:
         for index in borrowers:
             for name in _PROJECTIONS:
@@ -236,9 +235,30 @@ def _check_shapes(model: Any, groups: Groups) -> None:
                     )
 
 
-def _check_keywords(call: Callable[..., Any]) -> None:
-    parameters = inspect.signature(call).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+@torch.no_grad()
+def _check_keyword(model: Any) -> None:
+    """Run one token, and see whether every layer hands to its attention what its model's forward was handed."""
+    attentions = _attentions(model)
+    decoder = cast(nn.Module, _decoder(model, len(attentions)))
+    reached: list[Any] = []
+
+    def note(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if _KEYWORD in kwargs:
+            reached.append(attention)
+        return args, {name: value for name, value in kwargs.items() if name != _KEYWORD}
+
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attentions.values()]
+    handles.append(decoder.register_forward_pre_hook(_begin, with_kwargs=True))
+    training = model.training
+    model.eval()
+    try:
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    if len(reached) < len(attentions):
         raise NotImplementedError(
-            f"{getattr(call, '__qualname__', call)} passes no keyword arguments on, and layers share through one"
+            f"the layers of {type(model).__name__} pass no keyword arguments on to attention, and layers share through "
+            "one. The cache 'crosslayer' needs none"
         )
