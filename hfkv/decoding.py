@@ -156,10 +156,13 @@ def steps_ahead(cache: Any) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def positions(model: Any, kwargs: Mapping[str, Any], columns: int, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Mask and positions of the columns from ``start`` to ``stop``, for another model's forward.
+def positions(
+    model: Any, kwargs: Mapping[str, Any], columns: int, start: int, stop: int, before: int = 0
+) -> dict[str, torch.Tensor]:
+    """Mask and positions of the columns from ``start`` to ``stop``, for a drafting forward.
 
-    ``kwargs`` are the target's, of ``columns`` columns; further ones are real tokens.
+    ``kwargs`` are the target's, of ``columns`` columns; further ones are real tokens. The cache that is drafted from
+    holds ``before`` tokens from before this call.
     """
     import torch
 
@@ -167,8 +170,7 @@ def positions(model: Any, kwargs: Mapping[str, Any], columns: int, start: int, s
     mask = kwargs.get("attention_mask")
     further = max(0, stop - columns)
     if mask is not None:
-        # the target's cache may hold tokens from before this call: those of this call are the newest
-        mask = torch.nn.functional.pad(mask[:, -columns:], (0, further), value=1)[:, :stop]
+        mask = torch.nn.functional.pad(mask[:, -columns - before :], (0, further), value=1)[:, : stop + before]
         result["attention_mask"] = mask
     ids = kwargs.get("position_ids")
     if ids is not None and ids.ndim == 2 and "position_ids" in inspect.signature(model.forward).parameters:

@@ -92,7 +92,8 @@ class RolloutDrafter(Drafter):
             "use_cache": True,
             "return_dict": True,
         }
-        inputs |= decoding.positions(self.model, block.kwargs, block.cached + 1, start, stop)
+        before = self.cache.get_seq_length() - start
+        inputs |= decoding.positions(self.model, block.kwargs, block.cached + 1, start, stop, before)
         logits = self.model(**inputs, **decoding.last_logits(self.model)).logits[:, -1]
         self.fed = stop
         decoding.record_past(self.cache)

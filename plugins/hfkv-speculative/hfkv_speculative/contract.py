@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .plugin import ALWAYS
+
 
 @torch.no_grad()
 def draft_model(model: Any) -> dict[str, Any]:
@@ -28,7 +30,3 @@ def draft_model(model: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     head += 0.2 * head.std() * torch.randn(head.shape, generator=generator)
     return {"assistant_model": draft, **ALWAYS}
-
-
-# on models this small nothing pays, and contracts want drafts
-ALWAYS = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
