@@ -124,6 +124,22 @@ def test_evaluate_cache_orders_the_caches(model_folder):
     assert "top 1 100.0% " in lines[0]
 
 
+def test_what_fits_is_what_the_formula_says(model_folder):
+    shown = run("what_fits", model_folder)
+    bytes_of = {
+        cache: (int(size.replace(",", "")), int(users.replace(",", "")))
+        for cache, size, users in re.findall(r"(\S+) +([\d,]+) bytes at 1,024 tokens +([\d,]+) users", shown)
+    }
+    # the formula above is for float32; a plan is for 16 bits
+    exact = LAYERS * 2 * KV_HEADS * HEAD_DIM * 16 * (4 + 128 + 32) // 8
+    plain = LAYERS * 2 * KV_HEADS * HEAD_DIM * 1024 * 2
+    four = LAYERS * bits(1024, 4) // 8 - exact
+    assert bytes_of["dynamic"][0] == plain
+    assert bytes_of["kivi:nbits=4"][0] == four
+    weights = int(re.search(r"([\d,]+) bytes of weights", shown)[1].replace(",", ""))
+    assert bytes_of["dynamic"][1] == int((8e9 - 1e9 - weights) // plain)
+
+
 def test_formula_is_that_of_the_cache():
     # the numbers above are compared with a formula: that formula, compared with a cache
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM)

@@ -6,23 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .bench import Bench, Measured, knee
+from .bench import Bench, Load, Measured, knee
 from .page import Figure, Page, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
-
-HEAD = (
-    "batch",
-    "context",
-    "cache",
-    "first token",
-    "ms per token",
-    "tokens/s",
-    "speed",
-    "stored",
-    "peak",
-)
 
 
 def page(title: str, facts: Mapping[str, str], found: Bench, contexts: Sequence[int], batches: Sequence[int]) -> Page:
@@ -35,7 +23,7 @@ def page(title: str, facts: Mapping[str, str], found: Bench, contexts: Sequence[
     batches
         Batch sizes that all caches were measured at, with the first length.
     """
-    parts: list[Table | Figure] = [_table(found)]
+    parts: list[Table | Figure] = [_times(found), _bytes(found)]
     knees: dict[str, int] = {}
     if len(contexts) > 1:
         parts.append(_context_figure(found, contexts, batches[0]))
@@ -72,39 +60,59 @@ def data(found: Bench, knees: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """The median, and the range where there is one."""
+    """The median, and half the range where there is one."""
     middle = format(statistics.median(values), form)
-    if len(values) == 1:
-        return middle
-    return f"{middle} ({format(min(values), form)} to {format(max(values), form)})"
+    return middle if len(values) == 1 else f"{middle} ± {format((max(values) - min(values)) / 2, form)}"
 
 
-def _table(found: Bench) -> Table:
+def _name(load: Load) -> str:
+    return f"{load.batch_size} x {load.context:,}"
+
+
+def _times(found: Bench) -> Table:
     rows = []
-    first: dict[Any, Measured] = {}
+    first: dict[Load, Measured] = {}
     for one in found.measured:
         reference = first.setdefault(one.load, one)
         speed = statistics.median(reference.per_token) / statistics.median(one.per_token)
         rows.append(
             (
-                f"{one.load.batch_size}",
-                f"{one.load.context:,}",
+                _name(one.load),
                 one.cache,
-                f"{_spread(one.first_token, '.2f')} s",
+                _spread([1e3 * seconds for seconds in one.first_token], ".0f"),
                 _spread([1e3 * seconds for seconds in one.per_token], ".1f"),
                 f"{statistics.median(one.tokens_per_second):.1f}",
                 f"{speed:.2f}x",
+            )
+        )
+    notes = [
+        f"load: batch x tokens of a prompt. Medians of {len(found.measured[0].per_token)} rounds in turns, ± half the "
+        "range.",
+        "ms per token: the median step of a run. speed: the first cache's ms per token to this one's.",
+        *(f"{label}: skipped, {reason}." for label, reason in found.skipped.items()),
+    ]
+    return Table("Times", ("load", "cache", "ms to first", "ms per token", "tokens/s", "speed"), rows, notes)
+
+
+def _bytes(found: Bench) -> Table:
+    rows = []
+    first: dict[Load, Measured] = {}
+    for one in found.measured:
+        reference = first.setdefault(one.load, one)
+        rows.append(
+            (
+                _name(one.load),
+                one.cache,
                 f"{one.stored_bytes / 2**20:.1f} MiB",
+                f"{reference.stored_bytes / one.stored_bytes:.2f}x",
                 f"{statistics.median(one.peak_bytes) / 2**20:.0f} MiB",
             )
         )
     notes = [
-        f"Median of {len(found.measured[0].per_token)} rounds in turns (lowest to highest). ms per token: the median "
-        "step of a run. speed: the first cache's ms per token to this one's.",
-        f"stored: keys and values at the end. peak: {found.peak_method}, above the start of the call.",
-        *(f"{label}: skipped, {reason}." for label, reason in found.skipped.items()),
+        "stored: keys and values at the end. ratio: the first cache's bytes to this one's.",
+        f"peak: {found.peak_method}, above the start of the call; the prompt's activations are in it.",
     ]
-    return Table("Times and bytes", HEAD, rows, notes)
+    return Table("Bytes", ("load", "cache", "stored", "ratio", "peak"), rows, notes)
 
 
 def _labels(found: Bench) -> list[str]:

@@ -41,13 +41,13 @@ class Figure:
     description
         What the plot shows, in words: it stands for the plot where that cannot be seen.
     size
-        Inches.
+        Inches; at this width the labels can be read on a phone.
     """
 
     title: str
     draw: Callable[[Canvas], None]
     description: str
-    size: tuple[float, float] = (7.0, 3.8)
+    size: tuple[float, float] = (5.2, 3.3)
     notes: Sequence[str] = ()
 
 

@@ -29,10 +29,11 @@ th{border-bottom:1px solid var(--grid);white-space:nowrap}
 td:first-child{min-width:7rem} td.n{white-space:nowrap}
 th.n,td.n{text-align:right;font-variant-numeric:tabular-nums}
 tr:nth-child(even) td{background:var(--band)}
-figure{margin:0} svg{display:block;width:100%;height:auto}
+figure{margin:0} svg{display:block;width:100%;max-width:46rem;height:auto}
 .note{font-size:.85rem;margin:.4rem 0 0}
 footer{margin-top:3rem;font-size:.85rem}
-@media (max-width:40rem){body{padding:.8rem} dl{grid-template-columns:minmax(0,1fr)} dd{margin-bottom:.4rem}}
+@media (max-width:40rem){body{padding:.8rem} dl{grid-template-columns:minmax(0,1fr)} dd{margin-bottom:.4rem}
+table{font-size:.72rem} th,td{padding:.25rem .3rem} th,td.n{white-space:normal} td:first-child{min-width:0}}
 """
 
 

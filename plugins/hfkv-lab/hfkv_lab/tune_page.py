@@ -144,7 +144,7 @@ def _trade_figure(rows: Sequence[Row]) -> Figure:
 def _sensitivities(found: list[Sensitivity]) -> Table:
     by_layer = sensitivity_table(found)
     names = list(next(iter(by_layer.values()), {}))
-    rows = [(f"{layer}", *(f"{values[name]:.6f}" for name in names)) for layer, values in sorted(by_layer.items())]
+    rows = [(f"{layer}", *(f"{values[name]:.1e}" for name in names)) for layer, values in sorted(by_layer.items())]
     return Table(
         "What each layer costs alone",
         ("layer", *names),
