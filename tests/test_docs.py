@@ -238,6 +238,13 @@ def test_figure_that_is_not_there_is_refused(tmp_path):
     assert "![quality over bits](quality.svg)\n\n| Bits | KL |" in figures.every(tmp_path)
 
 
+def test_long_table_is_folded(tmp_path):
+    (tmp_path / "quality.json").write_text(json.dumps(FIGURE | {"rows": FIGURE["rows"] * 41}))
+    assert "<summary>All 41 rows</summary>\n\n| Bits | KL |" in figures.every(tmp_path)
+    (tmp_path / "quality.json").write_text(json.dumps(FIGURE | {"rows": FIGURE["rows"] * 40}))
+    assert "<details" not in figures.every(tmp_path)
+
+
 def test_committed_figures_can_be_read():
     assert all(figure["rows"] for figure in figures.load())
 

@@ -26,6 +26,8 @@ from .tables import table
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
+# a table of more rows is folded
+LONG = 40
 KEYS = frozenset({"title", "plugins", "about", "command", "versions", "columns", "rows"})
 
 
@@ -75,13 +77,17 @@ def _body(figure: dict[str, Any]) -> str:
     columns = figure["columns"]
     rows = [[_number(row[key]) for key in columns] for row in figure["rows"]]
     versions = ", ".join(f"{name} {version}" for name, version in figure["versions"].items())
+    numbers = table(list(columns.values()), rows)
+    if len(rows) > LONG:
+        # blank lines inside: Markdown in HTML
+        numbers = f'<details markdown="1"><summary>All {len(rows)} rows</summary>\n\n{numbers}\n\n</details>'
     picture = figure.get("figure")
     shown = [] if picture is None else [f"![{picture['description']}]({picture['file']})"]
     return "\n\n".join(
         [
             figure["about"],
             *shown,
-            table(list(columns.values()), rows),
+            numbers,
             f"Command: `{figure['command']}`. With {versions}.",
         ]
     )

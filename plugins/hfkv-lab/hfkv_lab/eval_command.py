@@ -16,6 +16,7 @@ from .parts import PARTS
 from .progress import steps
 
 CACHES = ("kivi", "kivi:nbits=2")
+PREFILL, TOKENS, CHUNK = 1024, 512, 16
 
 
 def main(
@@ -23,7 +24,15 @@ def main(
     cache: options.Caches = None,
     study: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Run a study instead: axes, residual, group, rope."),
+        typer.Option(metavar="NAME", help="Run a study instead: axes, residual, group, rope or granularity."),
+    ] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WEIGHTS",
+            help="The same model with quantized weights, NAME or NAME:key=value,key=value, on the plain cache; "
+            "may be repeated.",
+        ),
     ] = None,
     part: Annotated[
         list[str] | None,
@@ -42,11 +51,11 @@ def main(
     ] = None,
     prefill: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens of each piece that are read before anything is measured.")
-    ] = 1024,
+    ] = PREFILL,
     tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens of each piece that are decoded and compared.")
-    ] = 512,
-    chunk: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each forward while decoding.")] = 16,
+    ] = TOKENS,
+    chunk: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each forward while decoding.")] = CHUNK,
     new_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens of free greedy decoding after each prefill.")
     ] = 48,
@@ -61,9 +70,11 @@ def main(
     report: options.Report = None,
 ) -> None:
     """Measure what caches cost in quality, against transformers' plain cache; or run one of the field's ablations."""
-    _check(study, cache, part, save)
+    sizes: dict[str, Any] = {} if windows is None else {"windows": windows}
+    sizes |= {"prefill": prefill, "tokens": tokens, "chunk": chunk}
+    _check(study, {"--cache": cache, "--weights": weights, "--part": part}, sizes, save)
     check_report(report)
-    settings = options.settings(cache or CACHES)
+    settings = options.settings(cache or (() if weights else CACHES))
 
     out = console(as_json)
     from hfkv.cli.console import working
@@ -72,10 +83,10 @@ def main(
         from hfkv.cli import comparison
 
         from . import text as texts
+        from .quantized import parse_weights
+    given = [parse_weights(name) for name in weights or ()]
     content = texts.read(text, dataset, field)
     loaded, tokenizer, name = comparison.load(out, model, gguf_file, dtype.value, device)
-    sizes: dict[str, Any] = {"windows": windows} if windows is not None else {}
-    sizes |= {"prefill": prefill, "tokens": tokens, "chunk": chunk}
     if study is not None:
         _study(out, study, loaded, tokenizer, name, model, content, sizes, save, as_json, report)
         return
@@ -83,28 +94,34 @@ def main(
     from .eval_page import page
     from .evaluate import EvalOptions, count_steps, evaluate
     from .provenance import made_with
+    from .quantized import with_weights
 
     chosen = EvalOptions(parts=tuple(part or PARTS), new_tokens=new_tokens, **sizes)
-    compared = candidates(loaded, settings)
+    compared = [*candidates(loaded, settings), *(with_weights(loaded, *each) for each in given)]
     with steps(out, count_steps(chosen, len(compared))) as bar:
         results = evaluate(compared, tokenizer, content.content, chosen, bar)
     finish(out, page(results, chosen, made_with(loaded, name, content.source)), as_json=as_json, report=report)
 
 
-def _check(study: str | None, cache: list[str] | None, part: list[str] | None, save: Path | None) -> None:
+def _check(study: str | None, given: dict[str, list[str] | None], sizes: dict[str, int], save: Path | None) -> None:
     """Refuse what a study or an evaluation would ignore, and names that are not there."""
-    from .studies import STUDIES
+    from .studies import STUDIES, WITHOUT_TEXT
 
     if study is not None and study not in STUDIES:
         raise typer.BadParameter(f"{study!r} is not there. Choose from: {', '.join(STUDIES)}", param_hint="--study")
-    for name, given in (("--cache", cache), ("--part", part)):
-        if study is not None and given:
+    for name, value in given.items():
+        if study is not None and value:
             raise typer.BadParameter(f"a study has caches and measurements of its own; leave out {name} or --study")
+    if study in WITHOUT_TEXT and sizes != {"prefill": PREFILL, "tokens": TOKENS, "chunk": CHUNK}:
+        raise typer.BadParameter(
+            f"{study} looks at weights and reads no text; leave out --windows, --prefill, --tokens and --chunk",
+            param_hint="--study",
+        )
     if save is not None and study is None:
         raise typer.BadParameter("only a study is saved; add --study, or use --report", param_hint="--save")
     if save is not None and not save.is_dir():
         raise typer.BadParameter(f"there is no folder {save}. Fix: make it first", param_hint="--save")
-    unknown = [name for name in part or () if name not in PARTS]
+    unknown = [name for name in given["--part"] or () if name not in PARTS]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is not there. Choose from: {', '.join(PARTS)}", param_hint="--part")
 

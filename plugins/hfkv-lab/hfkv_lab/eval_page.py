@@ -76,6 +76,11 @@ def _decoding(results: Sequence[Evaluation], options: EvalOptions) -> Table:
         ]
         for result in results
     ]
+    header = ["cache", "perplexity", "KL", "top 1", "same prefix", "bits per element"]
+    if any(result.bits_per_weight for result in results):
+        header.append("bits per weight")
+        for row, result in zip(rows, results, strict=True):
+            row.append("-" if result.bits_per_weight is None else f"{result.bits_per_weight:.2f}")
     count = options.windows * options.tokens
     notes = [
         f"{options.windows} pieces of the text: {options.prefill:,} tokens read at once, then {options.tokens:,} given "
@@ -90,7 +95,6 @@ def _decoding(results: Sequence[Evaluation], options: EvalOptions) -> Table:
             "that differs; the median, and the shortest and longest. One close call ends it: it says that outputs "
             "differ, not that they are worse."
         )
-    header = ("cache", "perplexity", "KL", "top 1", "same prefix", "bits per element")
     return Table("While decoding", header, rows, notes)
 
 

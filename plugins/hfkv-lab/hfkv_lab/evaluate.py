@@ -87,6 +87,8 @@ class Evaluation:
         The candidate's.
     bits_per_element
         Bits that the cache stores for each key and value, everything counted, after a window.
+    bits_per_weight
+        Bits that a quantized weight takes, scales included; None for a model that is not quantized by hfkv.
     perplexity, kl, top1
         Of the decoded tokens; divergence and agreement are to the reference.
     prefixes
@@ -103,6 +105,7 @@ class Evaluation:
 
     label: str
     bits_per_element: float | None = None
+    bits_per_weight: float | None = None
     perplexity: Estimate | None = None
     kl: Estimate | None = None
     top1: Estimate | None = None
@@ -144,7 +147,10 @@ def evaluate(
     """
     options = options or EvalOptions()
     _check_positions(candidates, options)
-    results = [Evaluation(candidate.label) for candidate in candidates]
+    results = [
+        Evaluation(candidate.label, bits_per_weight=hfkv.describe(candidate.model).bits_per_weight or None)
+        for candidate in candidates
+    ]
     ids = text.encode(tokenizer, content)
     steps = steps or Silent()
     with torch.no_grad():

@@ -67,6 +67,18 @@ def test_eval_shows_how_sure_it_is(folder):
     assert "Needles" not in shown
 
 
+def test_quantized_weights_are_one_more_row(folder):
+    done = run(
+        "eval", folder, "--weights", "rtn:nbits=8", "--weights", "rtn:nbits=3", *SIZES, "--part", "decoding", "--json"
+    )
+    plain, eight, three = json.loads(done.stdout)["caches"]
+    assert [plain["label"], eight["label"]] == ["plain", "weights rtn nbits=8"]
+    assert plain["kl"]["high"] < 1e-9 < eight["kl"]["low"]
+    assert eight["kl"]["high"] < three["kl"]["low"]
+    assert plain["bits_per_weight"] is None
+    assert 8 < eight["bits_per_weight"] < 9
+
+
 def test_study_is_saved_with_the_command_that_makes_it_again(folder, tmp_path):
     sizes = ("--windows", 1, "--prefill", 200, "--tokens", 16)
     run("eval", folder, "--study", "residual", *sizes, "--save", tmp_path)
@@ -95,6 +107,9 @@ def test_inspect_says_what_it_sees(folder, tmp_path):
         (("--study", "axis"), "'axis' is not there. Choose from: axes"),
         (("--study", "axes", "--cache", "kivi"), "leave out --cache or --study"),
         (("--study", "axes", "--part", "facts"), "leave out --part or --study"),
+        (("--study", "axes", "--weights", "rtn"), "leave out --weights or --study"),
+        (("--study", "granularity", "--tokens", "9"), "granularity looks at weights and reads no text"),
+        (("--weights", "rtn:nbits=5"), "nbits=5 is not supported"),
         (("--save", "."), "only a study is saved"),
         (("--study", "axes", "--save", "none"), "there is no folder none. Fix: make it first"),
         (("--part", "speed"), "'speed' is not there. Choose from: decoding"),
@@ -104,7 +119,7 @@ def test_inspect_says_what_it_sees(folder, tmp_path):
     ],
 )
 def test_mistake_is_told(folder, arguments, message):
-    done = run("eval", folder, *arguments, code=1 if arguments[-1] == "static" else 2)
+    done = run("eval", folder, *arguments, code=1 if arguments[-1] in ("static", "rtn:nbits=5") else 2)
     told = " ".join(done.stderr.replace("│", " ").split())
     assert message in told
 

@@ -19,6 +19,8 @@ from hfkv_lab.ablation import AblationOptions, ablate, attention_shape, filled, 
 from hfkv_lab.candidates import Candidate
 from hfkv_lab.studies.record import Subject
 
+# the first column that is no setting, where that is not KL
+MEASURED = {"granularity": "tensor"}
 SMALL = AblationOptions(windows=1, prefill=200, tokens=24, chunk=8)
 
 
@@ -37,14 +39,16 @@ def test_study_is_whole(subject, name, tmp_path):
     study = studies.run(name, subject)
     assert len(study.rows) >= 6
     assert all(set(study.columns) <= set(row) for row in study.rows)
-    assert all(row["kl_low"] <= row["kl"] <= row["kl_high"] for row in study.rows)
+    assert all(row["kl_low"] <= row["kl"] <= row["kl_high"] for row in study.rows if "kl" in row)
     assert study.findings
     # every row is another setting
-    settings = [tuple(row[key] for key in list(study.columns)[: list(study.columns).index("kl")]) for row in study.rows]
+    columns = list(study.columns)
+    settings = [tuple(row[key] for key in columns[: columns.index(MEASURED.get(name, "kl"))]) for row in study.rows]
     assert len(set(settings)) == len(settings)
     numbers, plot = study.save(tmp_path, f"{name}-tiny", "hfkv eval tiny")
     saved = json.loads(numbers.read_text(encoding="utf-8"))
-    assert saved["rows"][0]["kl"] == pytest.approx(study.rows[0]["kl"], rel=1e-3)
+    first = MEASURED.get(name, "kl")
+    assert saved["rows"][0][first] == pytest.approx(study.rows[0][first], rel=1e-3)
     assert saved["figure"]["file"] == plot.name
     picture = plot.read_text(encoding="utf-8")
     # a file of its own knows no variables of a page
@@ -92,6 +96,19 @@ def test_findings_of_the_axes_are_those_of_the_numbers():
         "Values at 3 bits: grouped per channel the error of reconstruction is 0.50 times, that of the output 4.00"
         in found[4]
     )
+
+
+def test_weights_are_compared_with_what_was_decoded(subject, small):
+    rows = {row["matrix"]: row for row in studies.run("granularity", subject).rows}
+    assert list(rows) == [name for name, module in small.named_modules() if isinstance(module, torch.nn.Linear)]
+    weight = small.model.layers[1].mlp.down_proj.weight.detach()
+    row = rows["model.layers.1.mlp.down_proj"]
+    # symmetric, 4 bits: the largest of a row is 7 steps away from zero; the scale is stored in float16
+    for name, largest in (("row", weight.abs().amax(1, keepdim=True)), ("tensor", weight.abs().amax())):
+        scale = (largest / 7).half().float()
+        rounded = (weight / scale).round().clamp(-8, 7) * scale
+        assert row[name] == pytest.approx(float((rounded - weight).norm() / weight.norm()), rel=0.02)
+    assert row["tensor"] > row["row"] > row["nf4"]
 
 
 def test_keys_with_an_outlier_channel_ask_for_groups_per_channel(small, tokenizer, words):

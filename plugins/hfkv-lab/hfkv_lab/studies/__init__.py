@@ -14,7 +14,10 @@ STUDIES = {
     "residual": "how many of the newest, and of the first, tokens stay in full precision",
     "group": "how many elements share a scale and an offset",
     "rope": "keys quantized before and after the rotary embedding",
+    "granularity": "weights with a scale per tensor, per row, per group of 128, and nf4",
 }
+# those that look at weights alone, and read no text
+WITHOUT_TEXT = frozenset({"granularity"})
 
 
 def run(name: str, subject: Subject) -> Study:
