@@ -112,8 +112,10 @@ def test_plugin_without_a_cache_runs_only_the_contracts_of_quantizers(tmp_path):
     done = run(*contracts, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     collected = re.findall(r"(\w+)\.py::test_\w+\[(.+)\]", done.stdout)
-    assert {module for module, _ in collected} == {"test_quantizers"}
-    assert {re.search(r"hqq-\d", name)[0] for _, name in collected} == {"hqq-2", "hqq-3", "hqq-4", "hqq-8"}
+    assert {module for module, _ in collected} == {"test_quantizers", "test_weights"}
+    widths = {match[0] for _, name in collected if (match := re.search(r"hqq-\d", name))}
+    assert widths == {"hqq-2", "hqq-3", "hqq-4", "hqq-8"}
+    assert all("hqq" in name or name == "all" for _, name in collected)
 
 
 def test_broken_plugin_is_named_with_its_error(install, monkeypatch):

@@ -1,6 +1,29 @@
 """Weight quantization: one config, one module class for every backend, loaded and saved by transformers itself."""
 
-from .linear import QuantizedLinear, WeightHandle
-from .options import WeightOptions
+from __future__ import annotations
 
-__all__ = ["QuantizedLinear", "WeightHandle", "WeightOptions"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .grouped import Grid as Grid
+    from .grouped import GroupedLinear as GroupedLinear
+    from .linear import QuantizedLinear as QuantizedLinear
+    from .linear import WeightHandle as WeightHandle
+    from .options import WeightOptions as WeightOptions
+
+# where each name lives, resolved when it is first used: the config is imported while transformers itself is
+_HOME = {
+    "Grid": "grouped",
+    "GroupedLinear": "grouped",
+    "QuantizedLinear": "linear",
+    "WeightHandle": "linear",
+    "WeightOptions": "options",
+}
+__all__ = ["Grid", "GroupedLinear", "QuantizedLinear", "WeightHandle", "WeightOptions"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hfkv.weights' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -93,6 +93,11 @@ class QuantizedLinear(nn.Module, ABC):
         """``[rows, out_features]`` from the stored tensors, without the bias; called where `fast` says so."""
         raise NotImplementedError
 
+    @property
+    def activation_bits(self) -> int | None:
+        """Bits in which `matmul` takes the inputs; None, the default, for the inputs as they are."""
+        return None
+
     def path(self) -> str:
         """How a token is computed here, for `hfkv.describe`."""
         return "decoded for each call"

@@ -143,7 +143,12 @@ def test_decoded_weight_is_what_computes(hfkv_weights: WeightCase) -> None:
             states = torch.randn(rows, layer.in_features, generator=generator)
             with torch.no_grad():
                 expected = torch.nn.functional.linear(states, layer.decode(torch.float32), layer.bias)
-                torch.testing.assert_close(layer(states), expected, rtol=1e-4, atol=1e-4)
+                if layer.activation_bits is None:
+                    torch.testing.assert_close(layer(states), expected, rtol=1e-4, atol=1e-4)
+                else:
+                    # the largest of a row is about four deviations: a step is 8 / 2**bits of one
+                    step = 8 / 2**layer.activation_bits
+                    assert (layer(states) - expected).std() < step * expected.std()
         weight = layer.weight
         assert (weight.shape, weight.dtype) == ((layer.out_features, layer.in_features), torch.float32)
         assert torch.equal(weight + 0, layer.decode(torch.float32))
@@ -169,6 +174,7 @@ def test_dequantize_gives_a_plain_model(hfkv_weights: WeightCase, tmp_path: Path
     model.save_pretrained(tmp_path / "quantized")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized").dequantize()
     assert not quantized_layers(model)
-    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    # where the inputs were quantized too, they no longer are
+    assert (logits(model) - before).std() < 0.05 * before.std()
     model.save_pretrained(tmp_path / "plain")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), logits(model))

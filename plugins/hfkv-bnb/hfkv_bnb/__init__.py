@@ -1,0 +1,1 @@
+"""bitsandbytes for hfkv."""
