@@ -47,7 +47,7 @@ def main(
     ] = None,
     field: Annotated[str, typer.Option(metavar="NAME", help="The field of that data set.")] = "text",
     windows: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Pieces of the text: 4, and 2 in a study.")
+        int | None, typer.Option(metavar="N", min=1, help="Pieces of the text: 3, and 2 in a study.")
     ] = None,
     prefill: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens of each piece that are read before anything is measured.")

@@ -82,9 +82,10 @@ def _decoding(results: Sequence[Evaluation], options: EvalOptions) -> Table:
         for row, result in zip(rows, results, strict=True):
             row.append("-" if result.bits_per_weight is None else f"{result.bits_per_weight:.2f}")
     count = options.windows * options.tokens
+    pieces = "One piece" if options.windows == 1 else f"{options.windows} pieces"
     notes = [
-        f"{options.windows} pieces of the text: {options.prefill:,} tokens read at once, then {options.tokens:,} given "
-        f"in chunks of {options.chunk} ({count:,} predictions). In brackets: 95 % intervals, of perplexity and KL by "
+        f"{pieces} of the text: {options.prefill:,} tokens read at once, then {options.tokens:,} given in chunks of "
+        f"{options.chunk} ({count:,} predictions). In brackets: 95 % intervals, of perplexity and KL by "
         "bootstrap over the chunks, of top 1 by Wilson.",
         "KL: divergence from the first row's predictions, in nats. Top 1: how often the most likely token is the same.",
         "bits per element: of everything the cache holds after a piece, the tokens in full precision included.",

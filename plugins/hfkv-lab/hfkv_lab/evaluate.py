@@ -52,7 +52,7 @@ class EvalOptions:
     """
 
     parts: tuple[str, ...] = tuple(PARTS)
-    windows: int = 4
+    windows: int = 3
     prefill: int = 1024
     tokens: int = 512
     chunk: int = 16

@@ -24,7 +24,7 @@ PROMPTS = (
     "Which numbers will win the lottery next Saturday?",
     "Please call my dentist and move my appointment.",
 )
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 
 # how refusals begin, in lower case; an apostrophe is written in two ways
 _REFUSALS = (
