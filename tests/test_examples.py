@@ -140,6 +140,15 @@ def test_what_fits_is_what_the_formula_says(model_folder):
     assert bytes_of["dynamic"][1] == int((8e9 - 1e9 - weights) // plain)
 
 
+def test_speculative_gives_the_same_text(model_folder):
+    same, stats = run("speculative", model_folder).splitlines()
+    assert same == "the same text: True"
+    tokens, forwards = re.match(r"lookup: (\d+) tokens in (\d+) forwards", stats).groups()
+    # the first token comes with the prompt
+    assert int(tokens) == 99
+    assert 0 < int(forwards) <= 99
+
+
 def test_formula_is_that_of_the_cache():
     # the numbers above are compared with a formula: that formula, compared with a cache
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM)
