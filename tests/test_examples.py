@@ -156,3 +156,23 @@ def test_formula_is_that_of_the_cache():
     states = torch.randn(1, KV_HEADS, 1000, HEAD_DIM)
     cache.update(states, states.clone(), 0)
     assert 8 * hfkv.memory(cache).stored_bytes == bits(1000, 2)
+
+
+def test_share_layers_halves_packs_trains_and_loads(model_folder):
+    shown = run("share_layers", model_folder)
+    sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", shown)]
+    # of three layers, two store
+    assert 3 * sizes[1] == 2 * sizes[0]
+    assert 3 * sizes[2] < sizes[1]
+    projections = 2 * 64 * KV_HEADS * HEAD_DIM
+    assert f"{projections:,} parameters" in shown
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
+    assert losses[2] < losses[0]
+    assert "loaded: {'crosslayer': {'groups': [[0, 1], [2]]}}" in shown
+
+
+def test_hybrid_shared_is_more_than_20_times_smaller(model_folder):
+    shown = run("hybrid_shared", model_folder)
+    plain, hybrid = (int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", shown))
+    assert plain == 2 * 2 * 30 * 3 * 64 * 8192
+    assert plain > 20 * hybrid

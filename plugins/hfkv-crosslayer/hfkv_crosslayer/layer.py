@@ -223,8 +223,14 @@ class CrossLayer(KVLayer):
         """Forget all tokens."""
         self._return()
         self.is_initialized = False
-        if self.store is not None:
+        if isinstance(self.store, KVLayer):
             self.store.reset()
+        elif self.store is not None:
+            # older releases of transformers fill their layers with zeros instead of emptying them
+            window = {"sliding_window": self.store.sliding_window} if self.is_sliding else {}
+            self.store = type(self.store)(**window)
+            if self.record_past:
+                self.activate_past_recording()
 
     def move(self, device: torch.device) -> None:
         """Move what is stored to a device; nothing for a borrower."""

@@ -1,0 +1,75 @@
+"""Multi-head latent attention: transformers caches the latent as keys and the rotary key as values, of one head.
+
+Every cache works on them or says why not. The models are dense: an error that sends a token to other experts says
+nothing of the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import hfkv
+from hfkv.integration import cache_argument
+from hfkv.testing.models import logits_error
+from hfkv_crosslayer.reference import reference
+
+LAYERS, LATENT, ROTARY, TOKENS = 4, 32, 8, 40
+PACKING = {"group_size": 8, "residual_length": 8, "sink_length": 2}
+MODELS = ("deepseek_v2", "deepseek_v3")
+
+
+@functools.cache
+def model(model_type):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type, vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=LATENT, qk_rope_head_dim=ROTARY,
+        qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=LAYERS,
+        initializer_range=0.1, n_group=1, topk_group=1,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def decoded(model_type, cache):
+    """Logits of 8 tokens in a prompt and the others one by one."""
+    ids = torch.randint(1, 96, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    pieces = [ids[:, :8], *ids[:, 8:].split(1, dim=1)]
+    this = model(model_type)
+    return ids, torch.cat([this(piece, **{cache_argument(this): cache}).logits for piece in pieces], dim=1)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_kivi_packs_latents_and_rotary_keys(model_type):
+    errors = {}
+    for nbits in (8, 4):
+        cache = hfkv.make_cache("kivi", model(model_type), nbits=nbits, **PACKING)
+        ids, actual = decoded(model_type, cache)
+        with torch.no_grad():
+            errors[nbits] = float(logits_error(actual, model(model_type)(ids, use_cache=False).logits).max())
+        keys, values = cache.layers[0].dense()
+        assert (keys.shape[1:], values.shape[1:]) == ((1, TOKENS, LATENT), (1, TOKENS, ROTARY))
+        assert hfkv.memory(cache).packed_bytes > 0
+    # 17 times coarser codes show as they do in keys and values of heads
+    assert errors[8] < 0.02
+    assert 4 * errors[8] < errors[4] < 0.4
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_latents_are_shared_by_layers(model_type):
+    this = model(model_type)
+    cache = hfkv.make_cache("crosslayer", this)
+    ids, actual = decoded(model_type, cache)
+    with torch.no_grad():
+        expected = this(ids, **{cache_argument(this): reference(this, {})}).logits
+    assert float(logits_error(actual, expected).max()) < 1e-4
+    plain = DynamicCache(config=this.config)
+    decoded(model_type, plain)
+    assert 2 * hfkv.memory(cache).stored_bytes == hfkv.memory(plain).stored_bytes
+    both = hfkv.make_cache("crosslayer", this, store="kivi", store_config={"nbits": 8, **PACKING})
+    assert float(logits_error(decoded(model_type, both)[1], expected).max()) < 0.02
+    assert hfkv.memory(both).stored_bytes < hfkv.memory(cache).stored_bytes
