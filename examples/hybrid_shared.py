@@ -1,7 +1,7 @@
 """One layer in six sees everything, the others a window; groups of layers share, and what they store has 4 bits.
 
-Shown on random keys and values of 8,192 tokens, in the shape of SmolLM2-135M: what counts here is bytes. A model has to be
-trained for such a cache; `hfkv_crosslayer.share` and a distillation do that.
+Shown on random keys and values of 8,192 tokens, in the shape of SmolLM2-135M: what counts here is bytes. A model has
+to be trained for such a cache, with `hfkv_crosslayer.share`.
 """
 
 import torch
