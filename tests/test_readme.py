@@ -6,7 +6,11 @@ import re
 import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import hfkv
+from hfkv import registry
 from hfkv.cli import readme
 from hfkv.cli.app import OWN
 
@@ -67,4 +71,23 @@ def test_make_target_exists(target):
 
 
 def test_every_command_shown_is_one():
-    assert set(re.findall(r"^hfkv (\w+)", TEXT, re.MULTILINE)) == set(OWN)
+    shown = set(re.findall(r"^hfkv (\w+)", TEXT, re.MULTILINE))
+    assert shown == OWN.keys() | registry.manager().specs(hfkv.SubcommandSpec).keys()
+
+
+@pytest.fixture
+def tiny():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, **sizes)).eval()
+
+
+def test_what_can_be_named_can(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path)
+    code = TEXT.partition("## What can be named")[2].partition("```python\n")[2].partition("```")[0]
+    inputs = {"input_ids": torch.ones(1, 3, dtype=torch.long), "max_new_tokens": 3}
+    names = {"hfkv": hfkv, "AutoModelForCausalLM": AutoModelForCausalLM, "model": tiny, "inputs": inputs}
+    exec(code, names | {"name": str(tmp_path)})
+    extras = {name for line in code.splitlines() if line.startswith("# ") for name in re.findall(r"hfkv\[(\w+)\]", line)}
+    assert len(extras) > 6
+    assert all((readme.ROOT / "plugins" / f"hfkv-{name}").exists() for name in extras)
