@@ -176,3 +176,12 @@ def test_hybrid_shared_is_more_than_20_times_smaller(model_folder):
     plain, hybrid = (int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", shown))
     assert plain == 2 * 2 * 30 * 3 * 64 * 8192
     assert plain > 20 * hybrid
+
+
+def test_quantize_weights(model_folder):
+    output = run("quantize_weights", model_folder)
+    assert "7 layers: rtn (nbits=8" in output
+    assert "21 layers: rtn (nbits=4" in output
+    assert "4.250 bits per weight" in output
+    assert "the same logits: True" in output
+    assert "16 tokens" in output
