@@ -1,9 +1,12 @@
 # On a fresh machine with Python 3.11 or newer, each target does all of its own set-up in .venv and then its work.
-# Pick another interpreter with `make test PYTHON=python3.12`, other tests with `make test PYTEST_ARGS="tests -k crop"`.
+# Pick another interpreter with `make test PYTHON=python3.12`, other tests with `make test PYTEST_ARGS="tests -k crop"`,
+# one at a time with `make test JOBS=0`.
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# tests at a time; each computes on one thread, which for models this small is the fastest
+JOBS ?= auto
 
 python := $(VENV)/bin/python
 # --no-compile: Python compiles what is imported, when it is, which halves the time of a fresh install
@@ -21,7 +24,7 @@ demo: $(VENV)/.demo
 	$(VENV)/bin/hfkv demo
 
 test: $(VENV)/.test
-	HF_HUB_OFFLINE=1 $(python) -m pytest --durations=15 --durations-min=5 $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) --dist worksteal --durations=15 --durations-min=5 $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(python) -m ruff check .

@@ -17,7 +17,7 @@ from . import cases
 pytest.register_assert_rewrite("hfkv.testing.contracts", "hfkv.testing.models", "hfkv.testing.oracle")
 
 # what a test takes to be run over what is installed
-FIXTURES = {"hfkv_case", "hfkv_quantizer", "hfkv_weights", "hfkv_all_weights", "hfkv_assistant"}
+FIXTURES = ("hfkv_case", "hfkv_quantizer", "hfkv_weights", "hfkv_all_weights", "hfkv_assistant")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that takes one of `FIXTURES` once for each cache, quantizer or assistant."""
-    for fixture in FIXTURES.intersection(metafunc.fixturenames):
+    # in one order: processes that share the tests have to collect the same
+    for fixture in [fixture for fixture in FIXTURES if fixture in metafunc.fixturenames]:
         cases = _selected(metafunc.config, fixture)
         # None marks a test that `pytest_collection_modifyitems` takes out again
         parameters = [pytest.param(case, id=case.label, marks=_reason_to_skip(case)) for case in cases]
