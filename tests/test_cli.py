@@ -345,7 +345,13 @@ def test_fault_of_ours_names_its_type_and_the_way_to_the_traceback(lab):
 def test_interrupt_ends_quietly(lab):
     variables = os.environ | {"PYTHONPATH": str(lab)}
     process = subprocess.Popen(
-        [*HFKV, "greet", "you", "--wait"], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*HFKV, "greet", "you", "--wait"],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell lets what it runs in the background ignore interrupts, the tests too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "hello you\n"
     process.send_signal(signal.SIGINT)
