@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 # what an attention function may be given that changes the scores; the original function ignores or refuses the rest
 _CHANGES_SCORES = ("position_bias", "softcap")
+
+# the attribute of an attention function that holds what reads windows in its place
+_WRAPPED = "_hfkv_reads_windows"
 
 # who is shown the queries, while a model is asked how it turns them
 _watching: list[Callable[[Any, torch.Tensor], object]] = []
@@ -34,12 +37,19 @@ def wrap_interface(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_interface(*args: Any, **kwargs: Any) -> Any:
-        return _for_windows(original(*args, **kwargs))
+        function = original(*args, **kwargs)
+        # kept with the function, where torch.compile can look it up: a cache of calls would break the graph
+        wrapped = getattr(function, _WRAPPED, None)
+        if wrapped is None:
+            wrapped = _for_windows(function)
+            # a method or a builtin takes no attributes: wrapped anew each time
+            with suppress(AttributeError):
+                setattr(function, _WRAPPED, wrapped)
+        return wrapped
 
     return get_interface
 
 
-@functools.lru_cache(maxsize=256)
 def _for_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     """An attention function that leaves the handles of windowed layers to our own."""
     import torch
