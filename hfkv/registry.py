@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
@@ -56,6 +56,39 @@ class Plugin:
     version: str | None
     error: str | None
     specs: tuple[Spec, ...]
+
+
+def check_options(
+    given: Iterable[str],
+    fields: Sequence[str],
+    option: str,
+    owner: str,
+    *,
+    also: Sequence[str] = (),
+    hints: Iterable[str] = (),
+) -> None:
+    """Refuse a user's option that is no field.
+
+    Parameters
+    ----------
+    option, owner
+        What the message calls an option, and what does not know it.
+    also
+        Names that are valid beside the fields, read elsewhere.
+    hints
+        Further names that a misspelt one may have meant.
+
+    Raises
+    ------
+    ValueError
+        An unknown option; the message lists the valid ones and the closest.
+    """
+    for key in given:
+        if key not in fields:
+            raise ValueError(
+                f"{option} {key!r} is not known to {owner}. Valid options: {', '.join([*fields, *also])}."
+                f"{closest(key, [*fields, *hints, *also])}"
+            )
 
 
 def closest(name: object, choices: Iterable[str]) -> str:

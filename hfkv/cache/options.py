@@ -37,12 +37,9 @@ class CacheOptions:
         """
         translated = cls.translate(given)
         fields = [field.name for field in dataclasses.fields(cls)]
-        for key in translated:
-            if key not in fields:
-                raise ValueError(
-                    f"cache_config option {key!r} is not known to {technique!r}. Valid options: "
-                    f"{', '.join(fields)}, layers.{registry.closest(key, [*fields, *cls.spellings, 'layers'])}"
-                )
+        registry.check_options(
+            translated, fields, "cache_config option", repr(technique), also=["layers"], hints=cls.spellings
+        )
         return cls(**translated)
 
     @classmethod

@@ -54,12 +54,7 @@ class AssistantOptions:
             An unknown option (the message lists the valid ones and the closest) or a value that is not allowed.
         """
         fields = [field.name for field in dataclasses.fields(cls)]
-        for key in given:
-            if key not in fields:
-                raise ValueError(
-                    f"option {key!r} is not known to the assistant {name!r}. Valid options: {', '.join(fields)}."
-                    f"{registry.closest(key, fields)}"
-                )
+        registry.check_options(given, fields, "option", f"the assistant {name!r}")
         return cls(**given)
 
 

@@ -28,12 +28,7 @@ class WeightOptions:
             An unknown option (the message lists the valid ones and the closest) or a value that is not allowed.
         """
         fields = [field.name for field in dataclasses.fields(cls)]
-        for key in given:
-            if key not in fields:
-                raise ValueError(
-                    f"{named_in} option {key!r} is not known to {backend!r}. Valid options: "
-                    f"{', '.join(fields)}, skip, layers.{registry.closest(key, [*fields, 'skip', 'layers'])}"
-                )
+        registry.check_options(given, fields, f"{named_in} option", repr(backend), also=["skip", "layers"])
         return cls(**given)
 
     def as_dict(self) -> dict[str, Any]:
