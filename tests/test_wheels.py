@@ -95,6 +95,8 @@ def build(target: Path, *sources: Path) -> dict[str, Path]:
         "--no-deps",
         "--build-constraint",
         CONSTRAINTS,
+        # two processes may build at once, and the folder that plugins/hfkv-cpu names for its objects holds one build
+        f"--config-settings=build-dir={target / 'objects'}",
         "-w",
         target,
     ]
