@@ -11,16 +11,20 @@ if TYPE_CHECKING:
     from .linear import QuantizedLinear as QuantizedLinear
     from .linear import WeightHandle as WeightHandle
     from .options import WeightOptions as WeightOptions
+    from .rounded import RoundedLinear as RoundedLinear
+    from .rounded import RoundedOptions as RoundedOptions
 
 # where each name lives, resolved when it is first used: the config is imported while transformers itself is
 _HOME = {
     "Grid": "grouped",
     "GroupedLinear": "grouped",
     "QuantizedLinear": "linear",
+    "RoundedLinear": "rounded",
+    "RoundedOptions": "rounded",
     "WeightHandle": "linear",
     "WeightOptions": "options",
 }
-__all__ = ["Grid", "GroupedLinear", "QuantizedLinear", "WeightHandle", "WeightOptions"]
+__all__ = ["Grid", "GroupedLinear", "QuantizedLinear", "RoundedLinear", "RoundedOptions", "WeightHandle", "WeightOptions"]
 
 
 def __getattr__(name: str) -> Any:

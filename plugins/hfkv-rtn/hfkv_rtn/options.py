@@ -4,40 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfkv.cache import check_choice, check_length, option
-from hfkv.weights import WeightOptions
+from hfkv.weights import RoundedOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class RtnOptions(WeightOptions):
+class RtnOptions(RoundedOptions):
     """How a weight is rounded."""
-
-    nbits: int = option(4, "bits per code: 2, 3, 4 or 8")
-    quant_type: str = option("int", "`int`: a uniform grid; `nf4`: 16 levels for normally distributed weights")
-    granularity: str = option("group", "what shares a scale: `group` (of one row's inputs), `row` or `tensor`")
-    group_size: int | None = option(None, "inputs per group; None is 128, and 64 for nf4. The last may be shorter")
-    symmetric: bool = option(True, "zero is on the grid and only a scale is stored; False stores an offset too")
-
-    def __post_init__(self) -> None:
-        """Check the values and how they go together."""
-        check_choice("nbits", self.nbits, (2, 3, 4, 8))
-        check_choice("quant_type", self.quant_type, ("int", "nf4"))
-        check_choice("granularity", self.granularity, ("group", "row", "tensor"))
-        check_choice("symmetric", self.symmetric, (True, False))
-        if self.quant_type == "nf4" and self.nbits != 4:
-            raise ValueError(f"quant_type='nf4' has 4 bits, got nbits={self.nbits}")
-        if self.quant_type == "nf4" and not self.symmetric:
-            raise ValueError("symmetric=False needs a uniform grid: quant_type='nf4' has levels of its own")
-        if self.group_size is not None:
-            check_length("group_size", self.group_size, multiple=8, minimum=8)
-            if self.granularity != "group":
-                raise ValueError(
-                    f"group_size={self.group_size} means nothing with granularity={self.granularity!r}: remove one"
-                )
-
-    def group(self, columns: int) -> int:
-        """Inputs that share a scale, of a row with so many."""
-        if self.granularity != "group":
-            return columns
-        default = 64 if self.quant_type == "nf4" else 128
-        return min(self.group_size or default, columns)

@@ -12,8 +12,7 @@ from torch import nn
 
 import hfkv
 from hfkv.testing.weights import small_model
-from hfkv.weights import products
-from hfkv_rtn import grids
+from hfkv.weights import products, rounding
 from hfkv_rtn.linear import RtnLinear
 from hfkv_rtn.options import RtnOptions
 
@@ -74,7 +73,7 @@ def test_levels_of_nf4_are_those_of_the_paper():
         -1.0, -0.6961928, -0.52507305, -0.39491748, -0.28444138, -0.18477343, -0.09105003, 0.0,
         0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
     ]  # fmt: skip
-    assert pytest.approx(printed, abs=1e-6) == grids.LEVELS
+    assert pytest.approx(printed, abs=1e-6) == rounding.LEVELS
 
 
 def test_nf4_takes_the_nearest_level():
@@ -82,7 +81,7 @@ def test_nf4_takes_the_nearest_level():
     found = quantized(layer, quant_type="nf4")
     groups = layer.weight.detach().view(48, -1, 64)
     scale = groups.abs().amax(-1, keepdim=True).half().float()
-    levels = scale * torch.tensor(grids.LEVELS)
+    levels = scale * torch.tensor(rounding.LEVELS)
     nearest = (groups[..., None] - levels[:, :, None]).abs().amin(-1)
     chosen = (found.decode(torch.float32).view_as(groups) - groups).abs()
     torch.testing.assert_close(chosen, nearest, rtol=0, atol=1e-7)
