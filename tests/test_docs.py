@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 import hfkv
 import hfkv.cache
+import hfkv.heads
 import hfkv.speculation
 from hfkv import registry
 from hfkv.registry import PluginManager
@@ -36,7 +37,11 @@ def documented(page: str) -> set[str]:
 
 def test_every_public_name_is_documented():
     assert {f"hfkv.{name}" for name in hfkv._HOME} <= documented("api.md")
-    parts = {f"{package.__name__}.{name}" for package in (hfkv.cache, hfkv.speculation) for name in package.__all__}
+    parts = {
+        f"{package.__name__}.{name}"
+        for package in (hfkv.cache, hfkv.heads, hfkv.speculation)
+        for name in package.__all__
+    }
     assert parts <= documented("api.md") | documented("api-for-authors.md")
 
 
