@@ -103,7 +103,12 @@ def hfkv_structures() -> Iterable[StructureSpec]:
 
     Example::
 
-        yield StructureSpec(name="crosslayer", summary="...", load="hfkv_crosslayer.sharing:restore")
+        yield StructureSpec(
+            name="crosslayer",
+            summary="...",
+            load="hfkv_crosslayer.sharing:restore",
+            change="hfkv_crosslayer.sharing:share",
+        )
     """
 
 

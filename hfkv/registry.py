@@ -103,9 +103,11 @@ def _check_fields(spec: Spec) -> None:
     kind = type(spec).__name__
     if not isinstance(spec.name, str) or not spec.name or spec.name != spec.name.strip().lower():
         raise ValueError(f"{kind} name={spec.name!r} must be a lower-case string")
-    module, _, attribute = spec.load.partition(":") if isinstance(spec.load, str) else ("", "", "")
-    if not module or not attribute:
-        raise ValueError(f"{kind} {spec.name!r}: load={spec.load!r} must be 'module:attribute'")
+    for name in ("load", "change") if isinstance(spec, specs.StructureSpec) else ("load",):
+        place = getattr(spec, name)
+        module, _, attribute = place.partition(":") if isinstance(place, str) else ("", "", "")
+        if not module or not attribute:
+            raise ValueError(f"{kind} {spec.name!r}: {name}={place!r} must be 'module:attribute'")
     problem = invalid(spec)
     if problem is not None:
         raise ValueError(f"{kind} {spec.name!r}: {problem}")

@@ -155,7 +155,20 @@ class StructureSpec(Spec):
     A model that was changed says so in its config, ``config.hfkv = {name: settings}``, which `save_pretrained` keeps.
     The function runs at the end of the model's ``__init__``, before weights are loaded, and once more for each model
     around it: it finds what it has changed as it left it.
+
+    Parameters
+    ----------
+    change
+        ``"module:attribute"`` of a function ``(model, ...) -> model`` that makes the change for the first time: it
+        checks what is asked, changes a model with its weights, and writes the config. By it others can ask for a
+        structure by name.
     """
+
+    change: str
+
+    def resolve_change(self) -> Any:
+        """Import the module and return the function that ``change`` names."""
+        return load(self.change)
 
 
 @dataclass(frozen=True, kw_only=True)

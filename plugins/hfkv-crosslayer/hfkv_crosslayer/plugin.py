@@ -26,4 +26,5 @@ def hfkv_structures() -> Iterator[hfkv.StructureSpec]:
         name="crosslayer",
         summary="groups of layers share the keys and values of their first one, in training too",
         load="hfkv_crosslayer.sharing:restore",
+        change="hfkv_crosslayer.sharing:share",
     )

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, cache_utils
 
-from .groups import Groups, checked, donors
+from .groups import Groups, checked, donors, neighbours
 from .layer import kinds_of
+from .similar import similar_groups
 
 NAME = "crosslayer"
 # how one forward's keys and values travel from layer to layer: a keyword argument that models hand on
@@ -21,7 +22,13 @@ _PROJECTIONS = ("k_proj", "v_proj")
 _NORMS = ("k_norm", "v_norm")
 
 
-def share(model: PreTrainedModel, groups: Sequence[Sequence[int]]) -> PreTrainedModel:
+def share(
+    model: PreTrainedModel,
+    groups: Sequence[Sequence[int]] | int,
+    *,
+    map: str = "neighbours",
+    input_ids: torch.Tensor | None = None,
+) -> PreTrainedModel:
     """Let groups of layers share one set of keys and values, with a cache, without, and in training.
 
     The first layer of a group computes them; the others read them and lose their own projections, weights included. The
@@ -33,7 +40,12 @@ def share(model: PreTrainedModel, groups: Sequence[Sequence[int]]) -> PreTrained
     model
         A decoder whose attention has ``k_proj`` and ``v_proj``.
     groups
-        Lists of layers, e.g. ``[[0], [1, 2], [3, 4, 5]]``; a layer that is not named stays alone.
+        Lists of layers, e.g. ``[[0], [1, 2], [3, 4, 5]]``; a layer that is not named stays alone. A number: groups of
+        so many layers, which ``map`` chooses.
+    map
+        ``"neighbours"``, or ``"similar"``: those that `similar_groups` finds on ``input_ids``.
+    input_ids
+        ``[rows, tokens]`` of text, which ``map="similar"`` needs.
 
     Returns
     -------
@@ -55,12 +67,29 @@ def share(model: PreTrainedModel, groups: Sequence[Sequence[int]]) -> PreTrained
         raise NotImplementedError(f"{type(model).__name__} has an encoder; decoders alone can share in training")
     if _shares_natively(config):
         raise NotImplementedError(f"{type(model).__name__} shares keys and values natively, and keeps to it")
-    decided = checked(groups, kinds_of(config))
+    kinds = kinds_of(config)
+    if isinstance(groups, int):
+        groups = _chosen(model, groups, map, input_ids)
+    elif map != "neighbours":
+        raise ValueError(
+            f"map={map!r} chooses groups, and they are given: {groups!r}. Pass a number of layers, or no map"
+        )
+    decided = checked(groups, kinds)
     _check_shapes(model, decided)
     _check_keyword(model)
     restore(model, decided)
     config.hfkv = {**stored, NAME: {"groups": decided}}
     return model
+
+
+def _chosen(model: PreTrainedModel, share: int, map: str, input_ids: torch.Tensor | None) -> Groups:
+    if share < 2:
+        raise ValueError(f"groups={share}: a group of layers that share has at least 2")
+    if map == "neighbours":
+        return neighbours(kinds_of(model.config), share)
+    if map == "similar":
+        return similar_groups(model, input_ids=input_ids, share=share)
+    raise ValueError(f"map={map!r} is not known. Choose from: neighbours, similar")
 
 
 def restore(model: Any, groups: Groups) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfkv
 import hfkv_crosslayer
+from hfkv import registry
 from hfkv.integration import cache_argument
 from hfkv.testing.models import load, logits_error
 from hfkv_crosslayer.groups import donors, neighbours
@@ -238,6 +239,24 @@ def test_a_plugin_that_is_missing_is_named(tmp_path):
 def test_models_that_cannot_share_say_why(family, error, says):
     with pytest.raises(error, match=says):
         hfkv_crosslayer.share(copy.deepcopy(load(family, "sdpa").model), [[0, 1]])
+
+
+def test_a_number_of_layers_stands_for_groups_that_the_map_chooses():
+    model = made("llama")
+    spec = registry.manager().find(hfkv.StructureSpec, "crosslayer", "structure")
+    changed = spec.resolve_change()(copy.deepcopy(model), 2)
+    assert changed.config.hfkv == {"crosslayer": {"groups": [[0, 1], [2, 3]]}}
+    ids = tokens()
+    similar = hfkv_crosslayer.share(copy.deepcopy(model), 2, map="similar", input_ids=ids)
+    assert similar.config.hfkv["crosslayer"]["groups"] == hfkv_crosslayer.similar_groups(model, input_ids=ids, share=2)
+    for groups, arguments, says in (
+        (1, {}, "at least 2"),
+        (2, {"map": "alike"}, "Choose from: neighbours, similar"),
+        ([[0, 1]], {"map": "similar"}, "they are given"),
+        (2, {"map": "similar"}, "input_ids"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            hfkv_crosslayer.share(copy.deepcopy(model), groups, **arguments)
 
 
 def test_fused_projections_and_sharing_twice_are_refused():
