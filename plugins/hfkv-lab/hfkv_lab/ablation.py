@@ -1,12 +1,11 @@
 """One option varied, everything else equal: the measurement behind the studies.
 
 Every variant decodes the same windows as the plain cache and is compared with it. Each starts from the plain cache's
-keys and values of the prompt, which is what it would have read itself: a prompt is attended to before it is packed.
+keys and values of the prompt (`filling.filled`).
 """
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
 
 import hfkv
 
@@ -22,6 +20,7 @@ from . import intervals, text
 from .attention_error import QUERIES, LayerError, attention_errors
 from .candidates import Candidate
 from .decoding import Losses, decode
+from .filling import filled
 from .intervals import Estimate
 from .progress import Silent, Watcher
 from .recording import record
@@ -103,21 +102,9 @@ def ablate(
         calls = record(model, window, QUERIES)
         outcomes = {}
         for (label, make), loss in zip(variants.items(), losses[1:], strict=True):
-            same = torch.cat(loss.same)
-            agreement = intervals.share(int(same.sum()), len(same))
-            outcomes[label] = Outcome(intervals.mean(loss.kl), agreement, attention_errors(calls, make()))
+            divergence = intervals.mean(intervals.blocks(loss.kl))
+            outcomes[label] = Outcome(divergence, loss.agreement(), attention_errors(calls, make()))
     return outcomes
-
-
-def filled(cache: Cache, plain: Cache) -> Cache:
-    """An empty cache after it was given the keys and values of one that has read a prompt in one forward."""
-    for index, layer in enumerate(plain.layers):
-        if type(layer) is DynamicLayer:
-            cache.update(layer.keys.clone(), layer.values.clone(), index)
-        else:
-            # a layer that keeps a window: no technique touches it
-            cache.layers[index] = copy.deepcopy(layer)
-    return cache
 
 
 def stored_bits(config: PretrainedConfig, options: Mapping[str, Any]) -> float:

@@ -10,12 +10,14 @@ from transformers import Cache
 
 from hfkv.cli.quality import log_probabilities
 
+from . import intervals
 from .candidates import Candidate
+from .intervals import Estimate
 
 
 @dataclass
 class Losses:
-    """What one candidate did on the decoded tokens, a 1-D tensor for each chunk.
+    """What one candidate did on the decoded tokens, a 1-D tensor for each window.
 
     Attributes
     ----------
@@ -36,6 +38,11 @@ class Losses:
         self.nll += other.nll
         self.kl += other.kl
         self.same += other.same
+
+    def agreement(self) -> Estimate:
+        """The share of tokens that are the same."""
+        same = intervals.blocks(self.same)
+        return intervals.share_of_sums([int(block.sum()) for block in same], [len(block) for block in same])
 
 
 def decode(
@@ -69,4 +76,4 @@ def decode(
             # a sum of terms of both signs may round to a little below 0
             loss.kl.append((reference.exp() * (reference - found)).sum(-1).clamp(min=0).cpu())
             loss.same.append((found.argmax(-1) == reference.argmax(-1)).cpu())
-    return losses
+    return [Losses(*([torch.cat(chunks)] for chunks in (loss.nll, loss.kl, loss.same))) for loss in losses]

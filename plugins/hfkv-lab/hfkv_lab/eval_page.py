@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import facts, refusals
 from .evaluate import EvalOptions, Evaluation
-from .intervals import Estimate
-from .page import Figure, Page, Table
+from .intervals import Estimate, share
+from .page import Figure, Page, Table, interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -41,19 +40,7 @@ def page(results: Sequence[Evaluation], options: EvalOptions, made_with: dict[st
 
 def data(results: Sequence[Evaluation], options: EvalOptions, made_with: dict[str, str]) -> dict[str, Any]:
     """The result as ``--json`` prints it."""
-    names = [field.name for field in dataclasses.fields(Evaluation) if field.name != "losses"]
-    return {
-        "made_with": made_with,
-        "options": options,
-        "caches": [{name: getattr(result, name) for name in names} for result in results],
-    }
-
-
-def interval(estimate: Estimate | None, form: str) -> str:
-    """A number with its interval."""
-    if estimate is None:
-        return "-"
-    return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
+    return {"made_with": made_with, "options": options, "caches": results}
 
 
 def _small(estimate: Estimate | None) -> str:
@@ -64,11 +51,20 @@ def _small(estimate: Estimate | None) -> str:
     return "0" if estimate.high < 1e-9 else interval(estimate, ".2g")
 
 
+def _more(ratio: Estimate | None) -> str:
+    """A ratio as what it has more than one."""
+    if ratio is None:
+        return "-"
+    value, low, high = (end - 1 for end in (ratio.value, ratio.low, ratio.high))
+    return "0" if max(-low, high) < 1e-6 else f"{value:+.1%} ({low:+.1%} to {high:+.1%})"
+
+
 def _decoding(results: Sequence[Evaluation], options: EvalOptions) -> Table:
     rows = [
         [
             result.label,
             interval(result.perplexity, ".2f"),
+            _more(result.perplexity_ratio),
             _small(result.kl),
             interval(result.top1, ".1%"),
             _prefix(result),
@@ -76,7 +72,7 @@ def _decoding(results: Sequence[Evaluation], options: EvalOptions) -> Table:
         ]
         for result in results
     ]
-    header = ["cache", "perplexity", "KL", "top 1", "same prefix", "bits per element"]
+    header = ["cache", "perplexity", "against the first", "KL", "top 1", "same prefix", "bits per element"]
     if any(result.bits_per_weight for result in results):
         header.append("bits per weight")
         for row, result in zip(rows, results, strict=True):
@@ -86,7 +82,9 @@ def _decoding(results: Sequence[Evaluation], options: EvalOptions) -> Table:
     notes = [
         f"{pieces} of the text: {options.prefill:,} tokens read at once, then {options.tokens:,} given in chunks of "
         f"{options.chunk} ({count:,} predictions). In brackets: 95 % intervals, of perplexity and KL by "
-        "bootstrap over the chunks, of top 1 by Wilson.",
+        "bootstrap over blocks of neighbouring tokens, of top 1 by Wilson with the number of independent tokens.",
+        "Against the first: perplexity in those of the first row, minus one; on the same tokens, so it is surer than "
+        "perplexity, whose interval is mostly that of the text.",
         "KL: divergence from the first row's predictions, in nats. Top 1: how often the most likely token is the same.",
         "bits per element: of everything the cache holds after a piece, the tokens in full precision included.",
     ]
@@ -108,8 +106,9 @@ def _prefix(result: Evaluation) -> str:
 def _answers(results: Sequence[Evaluation], options: EvalOptions) -> Table:
     rows = []
     for result in results:
-        found = "-" if result.needles is None else f"{sum(result.needles)} of {len(result.needles)}"
-        rows.append([result.label, found, interval(result.facts, ".0%"), interval(result.flips, ".0%")])
+        rows.append(
+            [result.label, _found(result.needles), interval(result.facts, ".0%"), interval(result.flips, ".0%")]
+        )
     notes = []
     if "facts" in options.parts:
         notes.append(
@@ -122,6 +121,13 @@ def _answers(results: Sequence[Evaluation], options: EvalOptions) -> Table:
             "or the other way round."
         )
     return Table("Answers from the cache", ("cache", "needles found", "facts", "flips"), rows, notes)
+
+
+def _found(needles: Sequence[bool] | None) -> str:
+    if needles is None:
+        return "-"
+    found = share(sum(needles), len(needles))
+    return f"{sum(needles)} of {len(needles)} ({found.low:.0%} to {found.high:.0%})"
 
 
 def _needles(results: Sequence[Evaluation], options: EvalOptions) -> Table:

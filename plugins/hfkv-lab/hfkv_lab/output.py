@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 
 from .page import Page, Table
 
-_NUMBER = re.compile(r"[-+±<>~≤≥]?\s*\d[\d,]*(\.\d+)?(e[-+]?\d+)?\s*([%x×]|[A-Za-zµ/]+)?(\s*±.*)?|-|")
+_NUMBER = re.compile(r"[-+±<>~≤≥]?\s*\d[\d,]*(\.\d+)?(e[-+]?\d+)?\s*([%x×]|[A-Za-zµ/]+)?(\s*±.*)?\*?|-|")
 
 
 def console(as_json: bool) -> Console:

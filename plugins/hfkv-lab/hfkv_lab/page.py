@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
+    from .intervals import Estimate
+
 
 @dataclass(frozen=True)
 class Table:
@@ -69,3 +71,10 @@ class Page:
     facts: dict[str, str]
     parts: Sequence[Table | Figure]
     data: Any
+
+
+def interval(estimate: Estimate | None, form: str) -> str:
+    """A cell: a number with its interval, or a dash."""
+    if estimate is None:
+        return "-"
+    return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"

@@ -34,7 +34,7 @@ class CachePlan:
 
     def __init__(self, model: PlanModel, setting: Setting, dtype: torch.dtype = torch.float16) -> None:
         self.setting = setting
-        self._itemsize = dtype.itemsize
+        self.itemsize = dtype.itemsize
         if setting.name in FULL_PRECISION:
             layers: Sequence[Any] = DynamicCache(config=model.config).layers
         elif setting.is_ours:
@@ -54,7 +54,7 @@ class CachePlan:
         if tokens not in self._known:
             self._known[tokens] = sum(
                 _layer_bytes(
-                    layer, tokens, StateShape(1, shape.kv_heads, shape.key_dim, shape.value_dim, self._itemsize)
+                    layer, tokens, StateShape(1, shape.kv_heads, shape.key_dim, shape.value_dim, self.itemsize)
                 )
                 for layer, shape in self._layers
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,10 +14,12 @@ from hfkv.specs import CacheSpec
 from . import output
 from .options import AsJson, Caches, Report, settings
 
+if TYPE_CHECKING:
+    from .cards import Card
+
 MEMORIES = (8e9, 16e9, 24e9, 80e9)
 WEIGHTS = ("bfloat16", "int8", "int4")
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-DRAFT_LENGTHS = range(1, 9)
+DRAFT_LENGTHS = tuple(range(1, 9))
 
 
 def main(
@@ -85,13 +87,11 @@ def main(
     with working(out, "importing torch and transformers"):
         import torch
 
-        from . import batching, plan_page
-        from .cards import Card, find_card, parse_quantity
-        from .page import Page
-        from .plan import CachePlan, fit
+        from .arguments import parse_quantity
+        from .plan import CachePlan
         from .plan_model import from_name, from_numbers
+        from .plan_run import Question, plan
         from .plan_weights import parse_weights
-        from .roofline import Roofline, speculation
     numbers = {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -106,133 +106,59 @@ def main(
         )
     formats = [parse_weights(text) for text in weights or WEIGHTS]
     chosen = settings(cache) if cache else _caches()
-    reserve = parse_quantity("--overhead", overhead, 1e9, ("b",))
     sizes = [parse_quantity("--memory", text, 1e9, ("b",)) for text in memory or ()]
-    found = find_card(card) if card else None
-    if found is None and bandwidth and flops:
-        found = Card("the card", max(sizes, default=MEMORIES[-1]), 0, 0)
-    if found is not None:
-        found = Card(
-            found.name,
-            sizes[0] if sizes else found.memory,
-            parse_quantity("--bandwidth", bandwidth, 1e9, ("b/s", "b")) if bandwidth else found.bandwidth,
-            parse_quantity("--flops", flops, 1.0, ("flop/s", "flops")) if flops else found.flops,
-        )
-    elif bandwidth or flops or acceptance is not None or requests:
-        needs = next(
-            name
-            for name, value in (
-                ("--bandwidth", bandwidth),
-                ("--flops", flops),
-                ("--acceptance", acceptance),
-                ("--requests", requests),
-            )
-            if value
-        )
-        raise typer.BadParameter(f"{needs} needs a --card, or both --bandwidth and --flops", param_hint=needs)
-    elif batch != 1 or draft_length:
-        raise typer.BadParameter("--batch and --draft-length need a --card, or both --bandwidth and --flops")
+    found = _card(card, sizes, bandwidth, flops)
+    if found is None:
+        _refuse_without_card(
+            {"--bandwidth": bandwidth, "--flops": flops, "--acceptance": acceptance, "--requests": requests,
+             "--batch": None if batch == 1 else batch, "--draft-length": draft_length}
+        )  # fmt: skip
     if draft_length and acceptance is None:
         raise typer.BadParameter("--draft-length needs --acceptance", param_hint="--draft-length")
+    question = Question(
+        users=users,
+        context=context,
+        memories=tuple(sizes or ([found.memory] if found else MEMORIES)),
+        overhead=parse_quantity("--overhead", overhead, 1e9, ("b",)),
+        card=found,
+        batch_size=batch,
+        acceptance=acceptance,
+        draft_lengths=(draft_length,) if draft_length else DRAFT_LENGTHS,
+        draft_cost=draft_cost,
+        requests=requests,
+        answer_tokens=answer_tokens,
+        answer_spread=answer_spread,
+    )
     with working(out, f"reading the config of {model}" if model else "counting"):
         planned = from_numbers(**numbers) if model is None else from_name(model, numbers)
-        if planned.limit and context > planned.limit:
-            raise ValueError(f"--context {context} is more than the {planned.limit} tokens that {planned.name} takes")
-        caches = [CachePlan(planned, setting, getattr(torch, dtype)) for setting in chosen]
-    memories = sizes or ([found.memory] if found else list(MEMORIES))
-    fits = [
-        fit(planned, each, one, space, users=users, context=context, overhead=reserve)
-        for each in formats
-        for one in caches
-        for space in memories
-    ]
-    fit_notes = [
-        f"Memory in GB of 10^9 bytes, of which {reserve / 1e9:g} GB are kept for what is neither weights nor cache.",
-    ]
-    if any(one.limited for one in fits):
-        fit_notes.append(f"*: the model takes no more than {planned.limit:,} tokens.")
-    parts: list[Any] = [
-        plan_page.weights_table(planned, formats),
-        plan_page.caches_table(caches, context),
-        plan_page.fits_table(
-            f"Longest context for {users:,} user{'s' * (users > 1)}",
-            fits,
-            lambda one: f"{one.longest_context:,}{'*' * one.limited}" if one.longest_context else "-",
-            fit_notes,
-        ),
-        plan_page.fits_table(
-            f"Most users with {context:,} tokens each",
-            fits,
-            lambda one: f"{one.most_users:,}" if one.most_users else "-",
-            (),
-        ),
-        plan_page.growth_figure(planned, caches),
-    ]
-    extra: dict[str, Any] = {
-        "context": context,
-        "users": users,
-        "weights": {each.name: each.bytes_of(planned.parameters) for each in formats},
-        "caches": {
-            one.setting.label: {"bytes": one.bytes(context), "bits_per_element": one.bits_per_element(context)}
-            for one in caches
-        },
-    }
-    if found is not None:
-        rooflines = [Roofline(planned, formats[0], one, found) for one in caches]
-        first = rooflines[0]
-        parts += [
-            plan_page.roofline_table(each, context, batch) for each in (rooflines[0], rooflines[-1])[: len(rooflines)]
-        ]
-        parts.append(plan_page.throughput_table(first, context, BATCHES, found.memory, reserve))
-        parts.append(plan_page.throughput_figure(rooflines, context, BATCHES))
-        extra["roofline"] = {
-            "card": found,
-            "weights": formats[0].name,
-            "caches": {
-                each.cache.setting.label: {
-                    "prefill_seconds": each.prefill(context).seconds(found),
-                    "decode": [
-                        {
-                            "batch": size,
-                            "seconds": each.step_seconds(size, context),
-                            "tokens_per_second": each.tokens_per_second(size, context),
-                            "bytes": each.weight_bytes + each.cache.bytes(context, size),
-                        }
-                        for size in sorted({*BATCHES, batch})
-                    ],
-                }
-                for each in rooflines
-            },
-        }
-        if acceptance is not None:
-            lengths: Sequence[int] = [draft_length] if draft_length else DRAFT_LENGTHS
-            rounds = [speculation(first, acceptance, length, draft_cost, batch, context) for length in lengths]
-            parts.append(plan_page.speculation_table(rounds, acceptance, draft_cost))
-            extra["speculation"] = [
-                {
-                    "draft_length": one.draft_length,
-                    "expected_tokens": one.expected_tokens,
-                    "cost": one.cost,
-                    "speedup": one.speedup,
-                }
-                for one in rounds
-            ]
-        if requests:
-            answers = batching.lengths(requests, answer_tokens, answer_spread)
-            runs = {
-                name: run(answers, batch, context, first.step_seconds)
-                for name, run in (("static", batching.static), ("continuous", batching.continuous))
-            }
-            parts.append(plan_page.batching_table(runs, requests, batch, answer_tokens))
-            extra["batching"] = runs
-    facts = {
-        "model": planned.name,
-        "parameters": f"{planned.parameters.total:,}",
-        "layers": f"{len(planned.shapes)}, of {planned.shapes[0].elements:,} numbers a token in the first",
-        "full precision": dtype,
-    }
-    page = Page(f"Plan for {planned.name}", facts, parts, plan_page.data(planned, fits, **extra))
+        page = plan(planned, formats, [CachePlan(planned, one, getattr(torch, dtype)) for one in chosen], question)
     output.finish(out, page, as_json=as_json, report=report)
+
+
+def _card(name: str | None, sizes: Sequence[float], bandwidth: str | None, flops: str | None) -> Card | None:
+    """The card by name, with what is said of it in place of what is known; None where nothing says how fast it is."""
+    from .arguments import parse_quantity
+    from .cards import Card, find_card
+
+    if name:
+        found = find_card(name)
+    elif bandwidth and flops:
+        found = Card("the card", MEMORIES[-1], 0, 0)
+    else:
+        return None
+    return Card(
+        found.name,
+        sizes[0] if sizes else found.memory,
+        parse_quantity("--bandwidth", bandwidth, 1e9, ("b/s", "b")) if bandwidth else found.bandwidth,
+        parse_quantity("--flops", flops, 1.0, ("flop/s", "flops")) if flops else found.flops,
+    )
+
+
+def _refuse_without_card(given: Mapping[str, Any]) -> None:
+    """Refuse options that only a card's speed gives a meaning."""
+    for option, value in given.items():
+        if value is not None:
+            raise typer.BadParameter(f"{option} needs a --card, or both --bandwidth and --flops", param_hint=option)
 
 
 def _caches() -> list[Setting]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfkv import registry
 from hfkv.cli.settings import parse_option
 
+from .arguments import choose
 from .plan_model import Parameters
 
 
@@ -67,11 +67,7 @@ def parse_weights(text: str) -> WeightFormat:
         Another name, another option, or a group size that is no positive number.
     """
     name, _, options = text.partition(":")
-    if name not in FORMATS:
-        raise ValueError(
-            f"--weights {text!r} is not known. Choose from: {', '.join(FORMATS)}.{registry.closest(name, FORMATS)}"
-        )
-    found = FORMATS[name]
+    found = choose("--weights", name, FORMATS)
     for part in filter(None, options.split(",")):
         key, value = parse_option(part)
         if key != "group_size" or found.group_size is None:

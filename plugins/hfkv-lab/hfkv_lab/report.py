@@ -12,9 +12,12 @@ from . import figures
 from .output import right_columns
 from .page import Figure, Page, Table
 
+# a table wider than the screen scrolls, and has a shadow where more of it is
 _STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--ink:#1d2129;--dim:#5a6270;--grid:#d9dde3;--band:#f4f6f9}
-@media (prefers-color-scheme:dark){:root{--paper:#14171c;--ink:#e4e7ec;--dim:#9aa3b0;--grid:#343a44;--band:#1b1f26}}
+:root{color-scheme:light dark;--paper:#fff;--ink:#1d2129;--dim:#5a6270;--grid:#d9dde3;
+--band:rgb(20 50 110/.05);--shade:rgb(0 0 0/.28)}
+@media (prefers-color-scheme:dark){:root{--paper:#14171c;--ink:#e4e7ec;--dim:#9aa3b0;--grid:#343a44;
+--band:rgb(255 255 255/.04);--shade:rgb(255 255 255/.3)}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:60rem;padding:1.2rem;background:var(--paper);color:var(--ink);
 font:16px/1.5 system-ui,sans-serif;overflow-wrap:break-word}
@@ -22,7 +25,11 @@ h1{font-size:1.5rem;line-height:1.2;margin:.2rem 0 1rem}
 h2{font-size:1.1rem;margin:2rem 0 .5rem}
 dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.1rem 1rem;margin:0}
 dt,.note,footer{color:var(--dim)} dd{margin:0}
-.wide{overflow-x:auto;border:1px solid var(--grid);border-radius:6px}
+.wide{overflow-x:auto;border:1px solid var(--grid);border-radius:6px;background:
+linear-gradient(to right,var(--paper) 40%,transparent) 0 0/2.4rem 100% no-repeat local,
+linear-gradient(to left,var(--paper) 40%,transparent) 100% 0/2.4rem 100% no-repeat local,
+linear-gradient(to right,var(--shade),transparent) 0 0/.8rem 100% no-repeat scroll,
+linear-gradient(to left,var(--shade),transparent) 100% 0/.8rem 100% no-repeat scroll}
 table{border-collapse:collapse;width:100%;font-size:.9rem}
 th,td{padding:.35rem .7rem;text-align:left;vertical-align:top}
 th{border-bottom:1px solid var(--grid);white-space:nowrap}

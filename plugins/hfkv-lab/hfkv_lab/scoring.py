@@ -1,7 +1,7 @@
 """What many caches cost in quality on one text, at the price of one prefill and one reference.
 
-A prefill is exact whatever the cache, so every cache can be filled with the keys and values of a single one; and
-the reference's predictions are kept. What is measured is `hfkv.cli.quality.compare`'s: decoding from the cache.
+Every cache is filled with the keys and values of a single prefill, and the reference's predictions are kept. What is
+measured is `hfkv.cli.quality.compare`'s: decoding from the cache.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
-from hfkv.cache import KVLayer
 from hfkv.cache.build import build_cache
 from hfkv.cli.quality import log_probabilities, read
+
+from . import intervals
+from .filling import filled
+from .intervals import Estimate
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,35 @@ class Score:
 
     Attributes
     ----------
-    kl
-        Mean divergence from the reference's next-token distribution, in nats.
-    error
-        Standard error of that mean, over the tokens.
-    top1
-        Share of tokens whose most likely next token is the reference's.
+    same, sums, counts
+        Of each block of neighbouring tokens: those whose most likely next token is the reference's, the sum of the
+        divergences from the reference's next-token distribution, in nats, and the tokens.
     """
 
-    kl: float
-    error: float
-    top1: float
+    same: tuple[int, ...]
+    sums: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def kl(self) -> float:
+        """The mean divergence."""
+        return sum(self.sums) / sum(self.counts)
+
+    def interval(self, level: float = intervals.LEVEL) -> Estimate:
+        """The mean divergence with its interval."""
+        return intervals.mean_of_sums(self.sums, self.counts, level)
+
+    def minus(self, other: Score, level: float = intervals.LEVEL) -> Estimate:
+        """The difference of two mean divergences on the same tokens, block by block: surer than either alone."""
+        if self.counts != other.counts:
+            raise ValueError(f"scores of {len(self.counts)} and {len(other.counts)} blocks are of different texts")
+        differences = [mine - its for mine, its in zip(self.sums, other.sums, strict=True)]
+        return intervals.mean_of_sums(differences, self.counts, level)
+
+    @property
+    def top1(self) -> Estimate:
+        """The share of tokens whose most likely next token is the reference's."""
+        return intervals.share_of_sums(self.same, self.counts)
 
 
 class Scorer:
@@ -62,27 +82,18 @@ class Scorer:
 
     def score(self, name: str, options: Mapping[str, Any]) -> Score:
         """The cache of that name and those options against the plain one."""
-        divergences, same = [], []
-        for expected, actual in zip(self._expected, self._predict(self._filled(name, options)), strict=True):
-            divergences.append((expected.exp() * (expected - actual)).sum(-1).flatten())
-            same.append((expected.argmax(-1) == actual.argmax(-1)).flatten())
-        each = torch.cat(divergences).double()
-        error = float(each.std() / len(each) ** 0.5) if len(each) > 1 else 0.0
-        return Score(float(each.mean()), error, float(torch.cat(same).double().mean()))
-
-    def _filled(self, name: str, options: Mapping[str, Any]) -> Cache:
-        """A cache that has seen the prompt."""
-        cache = build_cache(name, self._model, options)
-        for index, plain in enumerate(self._prompt.layers):
-            if not isinstance(cache.layers[index], KVLayer):
-                cache.layers[index] = copy.deepcopy(plain)
-            elif type(plain) is DynamicLayer and plain.keys is not None:
-                cache.update(plain.keys, plain.values, index)
-            else:
-                raise NotImplementedError(
-                    f"tune fills full-attention layers, and {name!r} takes a {type(plain).__name__} here"
-                )
-        return cache
+        cache = filled(build_cache(name, self._model, options), self._prompt)
+        divergences, agreements = [], []
+        for expected, actual in zip(self._expected, self._predict(cache), strict=True):
+            # a sum of terms of both signs may round to a little below 0
+            divergences.append((expected.exp() * (expected - actual)).sum(-1).clamp(min=0).double())
+            agreements.append(expected.argmax(-1) == actual.argmax(-1))
+        same, kl = (intervals.blocks(list(torch.cat(found, dim=1))) for found in (agreements, divergences))
+        return Score(
+            tuple(int(block.sum()) for block in same),
+            tuple(float(block.sum()) for block in kl),
+            tuple(len(block) for block in kl),
+        )
 
     def _predict(self, cache: Cache) -> Iterator[torch.Tensor]:
         """``[rows, chunk, vocabulary]`` log-probabilities of each chunk."""

@@ -41,7 +41,7 @@ def read(file: Path | None = None, dataset: str | None = None, field: str = "tex
     if file is not None and dataset is not None:
         raise ValueError("--text and --dataset were both given: pass one of them")
     if dataset is not None:
-        result = Text(_dataset(dataset, field), dataset)
+        result = _dataset(dataset, field)
     elif file is not None:
         result = Text(file.read_text(encoding="utf-8"), file.name)
     else:
@@ -51,14 +51,17 @@ def read(file: Path | None = None, dataset: str | None = None, field: str = "tex
     return result
 
 
-def _dataset(name: str, field: str) -> str:
+def _dataset(name: str, field: str) -> Text:
     try:
-        from datasets import load_dataset
+        from datasets import get_dataset_split_names, load_dataset
     except ImportError:
         raise ImportError("--dataset needs the package datasets. Fix: pip install 'hfkv-lab[datasets]'") from None
     path, _, config = name.partition(":")
+    there = get_dataset_split_names(path, config or None)
+    # what a model was trained on says less
+    split = next((split for split in ("test", "validation", "train") if split in there), there[0])
     # streaming: a few megabytes of what may be terabytes
-    rows = load_dataset(path, config or None, split="test", streaming=True)
+    rows = load_dataset(path, config or None, split=split, streaming=True)
     pieces: list[str] = []
     size = 0
     for row in rows:
@@ -68,7 +71,7 @@ def _dataset(name: str, field: str) -> str:
         size += len(pieces[-1])
         if size >= DATASET_CHARACTERS:
             break
-    return "\n".join(pieces)
+    return Text("\n".join(pieces), f"{name}, {split}")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from .knapsack import Choice, solve
-from .scoring import Score
 from .tune_space import WIDTHS, LayerChoice, Shared, Sizes, Space, cache_config
 
-# measures a cache_config on the text of the search, or on the text of the check
-Measure = Callable[[dict[str, Any]], Score]
+# the divergence of a cache_config, on a text of its own
+Measure = Callable[[dict[str, Any]], float]
 
 # candidates that a search measures for each shared setting, each time correcting its prediction by what was found
-ROUNDS = 4
-# candidates that are checked on the other text
-ATTEMPTS = 6
+ROUNDS = 5
 # what is aimed at, of the limit, once it has been missed: a candidate just above it is lost
-AIM = 0.97
+AIM = 0.98
 # of the limit: a candidate above this share of it is near enough
-NEAR = 0.93
+NEAR = 0.95
 # widest first: the cost of 8 bits is measured for all layers at once
 _PRECISE = max(WIDTHS)
 
@@ -48,7 +45,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting of all layers, as measured on the text of the search."""
+    """A setting of all layers, and what `Tuner`'s ``measure`` found for it."""
 
     shared: Shared
     choices: dict[int, LayerChoice]
@@ -72,7 +69,8 @@ class Tuner:
     Parameters
     ----------
     learn, measure
-        Measure what single layers cost, and candidates whole: many on a short text, and few on a longer one.
+        Measure what single layers cost, and candidates whole: many on a short text, and few on a longer one. What
+        ``measure`` returns is held against the budget; it may be the upper end of an interval.
     step
         Called with what is measured next, and after each measurement with None.
     """
@@ -100,7 +98,7 @@ class Tuner:
 
     def _score(self, measure: Measure, text: str, options: dict[str, Any]) -> float:
         self._step(text)
-        found = max(measure(options).kl, 0.0)
+        found = max(measure(options), 0.0)
         self._step(None)
         return found
 
@@ -208,47 +206,6 @@ class Tuner:
     def options(self, candidate: Candidate) -> dict[str, Any]:
         """The ``cache_config`` of a candidate."""
         return cache_config(self.space, candidate.shared, candidate.choices)
-
-    def settle(self, budget: Budget, limit: float, check: Measure) -> tuple[Candidate, Score] | None:
-        """Search, and check the best on another text; then go on within less, or more, until the limit is met there.
-
-        Parameters
-        ----------
-        budget
-            For the text of the search.
-        limit
-            The divergence that must hold on the text of the check.
-
-        Returns
-        -------
-        tuple
-            The candidate and its score on the text of the check; None where nothing holds.
-        """
-        candidates = self.search(budget)
-        best: tuple[Candidate, Score] | None = None
-        low, high = 0.0, float("inf")
-        for _ in range(ATTEMPTS):
-            if not candidates:
-                break
-            candidate = candidates[0]
-            self._step(f"checking {candidate.bits:.2f} bits")
-            score = check(self.options(candidate))
-            self._step(None)
-            if budget.kind == "bits":
-                return candidate, score
-            if score.kl <= limit:
-                low = max(low, candidate.kl)
-                if best is None or candidate.bits < best[0].bits:
-                    best = candidate, score
-                if score.kl >= NEAR * limit:
-                    break
-            else:
-                high = min(high, candidate.kl)
-            aim = (AIM if high < float("inf") else 1.0) * candidate.kl * limit / max(score.kl, 1e-12)
-            if not low < aim < high:
-                aim = (low + high) / 2 if high < float("inf") else 2 * low
-            candidates = _sorted(self._search(candidate.shared, Budget("kl", aim)), budget)
-        return best
 
 
 def _sorted(found: list[Candidate], budget: Budget) -> list[Candidate]:

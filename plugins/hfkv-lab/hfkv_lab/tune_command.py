@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from . import output
 from .options import AsJson, Device, DType, DTypeOption, GGUFFile, Model, Report, settings
-
-if TYPE_CHECKING:
-    from hfkv.cli.settings import Setting
+from .tune_goal import CHECK, LEARN, SEARCH, Effort, Goal, parse_goal
 
 
 def main(
@@ -54,17 +52,24 @@ def main(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text to measure on; Python's own help.", exists=True)
     ] = None,
-    check_tokens: Annotated[
-        tuple[int, int, int], typer.Option(metavar="ROWS PREFILL DECODED", help="Size of the text of the check.")
-    ] = (1, 1024, 256),
+    confidence: Annotated[
+        float,
+        typer.Option(
+            metavar="P", min=0.5, max=0.999, help="How sure a kl budget must be kept; 0.5: its mean, and no surer."
+        ),
+    ] = 0.95,
     learn_tokens: Annotated[
         tuple[int, int, int],
         typer.Option(metavar="ROWS PREFILL DECODED", help="Size of the text that single layers are measured on."),
-    ] = (1, 512, 96),
+    ] = LEARN,
     search_tokens: Annotated[
         tuple[int, int, int],
         typer.Option(metavar="ROWS PREFILL DECODED", help="Size of the text that candidates are measured on."),
-    ] = (2, 1024, 128),
+    ] = SEARCH,
+    check_tokens: Annotated[
+        tuple[int, int, int],
+        typer.Option(metavar="ROWS PREFILL DECODED", help="Size of the text that the result is measured on."),
+    ] = CHECK,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the result goes; tuned-MODEL by default.")
     ] = None,
@@ -77,7 +82,7 @@ def main(
 ) -> None:
     """Find per-layer bits of keys and values, and group sizes, with the fewest bytes within a quality budget."""
     output.check_report(report)
-    kind, limit, like = _budget(budget, target)
+    goal = _goal(budget, target)
     folder = out or Path(f"tuned-{Path(model).name}")
     console = output.console(as_json)
     from hfkv.cli.console import working
@@ -86,7 +91,9 @@ def main(
         from hfkv.cli import comparison
 
         from . import text as texts
-        from .tune_run import Plan, run
+        from . import tune_page
+        from .progress import steps
+        from .tune_run import tune
         from .tune_space import Space
     (technique,) = settings([cache])
     chosen = {
@@ -98,25 +105,33 @@ def main(
     space = Space(technique, **{name: tuple(dict.fromkeys(values)) for name, values in chosen.items() if values})
     space.check()
     loaded, tokenizer, name = comparison.load(console, model, gguf_file, dtype.value, device)
-    limit_of_model = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
-    plan = Plan(
-        name=name,
-        budget=budget,
-        kind=kind,
-        limit=limit,
-        like=like,
-        context=context or min(8192, limit_of_model),
-        counted=str(loaded.dtype).removeprefix("torch.") if count_dtype is DType.AUTO else count_dtype.value,
-        text=texts.read(text).content,
-        check=check_tokens,
+    own = str(loaded.dtype).removeprefix("torch.")
+    limit = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
+    effort = Effort(
+        confidence=confidence,
+        context=context or min(Effort.context, limit),
+        counted=own if count_dtype is DType.AUTO else count_dtype.value,
         learn=learn_tokens,
         search=search_tokens,
+        check=check_tokens,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    page = run(console, loaded, tokenizer, space, plan, folder / "state.json", fresh)
-    tuned = page.data
+    content = texts.read(text)
+    with steps(console, 1) as bar:
+        tuned = tune(
+            loaded, tokenizer, content.content, goal,
+            space=space, effort=effort, name=name, state_file=folder / "state.json", fresh=fresh, steps=bar,
+        )  # fmt: skip
     write(folder, tuned.cache_implementation, tuned.cache_config)
-    output.finish(console, page, as_json=as_json, report=report)
+    facts = {
+        "model": f"{name}, {own}, {loaded.device.type}",
+        "budget": f"{budget}, with a confidence of {confidence:.0%} on the text of the search",
+        "bytes": f"one user at {effort.context:,} tokens; full precision counted as {effort.counted}, scales as stored",
+        "text": content.source,
+        **tuned.texts,
+        "measured": f"{tuned.resumed} taken over from an earlier run" if tuned.resumed else "all in this run",
+    }
+    output.finish(console, tune_page.page(tuned, facts), as_json=as_json, report=report)
     console.print(f"written: {folder}/cache_config.json and generation_config.json", markup=False, soft_wrap=True)
 
 
@@ -129,29 +144,14 @@ def write(folder: Path, name: str, options: dict[str, Any]) -> None:
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _budget(text: str, target: str | None) -> tuple[str, float | None, Setting | None]:
-    """The kind of a budget, and its limit or the cache that it is to be like.
-
-    Raises
-    ------
-    typer.BadParameter
-        Not of this form, or a target that the budget is of.
-    """
-    kind, _, value = text.partition("=")
-    if kind not in ("kl", "bits") or not value:
-        raise typer.BadParameter(f"{text!r} is not of the form kl=0.01, kl=CACHE or bits=3.5", param_hint="--budget")
-    other = {"kl": "bits", "bits": "kl"}[kind]
-    if target not in (None, other):
-        raise typer.BadParameter(
-            f"{target!r} does not go with --budget {text}. Fix: --target {other}", param_hint="--target"
-        )
+def _goal(text: str, target: str | None) -> Goal:
+    """The budget as it was written; a target may only say what follows from it."""
     try:
-        limit = float(value)
-    except ValueError:
-        if kind == "kl":
-            (like,) = settings([value])
-            return kind, None, like
-        raise typer.BadParameter(f"{text!r}: {value!r} is not a number", param_hint="--budget") from None
-    if not limit > 0:
-        raise typer.BadParameter(f"{text!r} must be above zero", param_hint="--budget")
-    return kind, limit, None
+        goal = parse_goal(text)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error), param_hint="--budget") from error
+    if target not in (None, goal.target):
+        raise typer.BadParameter(
+            f"{target!r} does not go with --budget {text}. Fix: --target {goal.target}", param_hint="--target"
+        )
+    return goal

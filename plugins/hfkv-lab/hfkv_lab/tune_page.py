@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .page import Figure, Page, Table
+from .intervals import Estimate
+from .page import Figure, Page, Table, interval
 from .scoring import Score
 from .tune import Sensitivity, sensitivity_table
 from .tune_space import WIDTHS, LayerChoice, Shared
@@ -22,15 +23,28 @@ class Row:
     Attributes
     ----------
     bits
-        Per element, at the context that is planned for.
+        Per element, at the context that is planned for; None for a cache whose layers do not say.
     bytes
         Of the tuned layers, for one user at that context.
+    kl, top1
+        Divergence from the plain cache, and agreement with it.
+    difference
+        Of its divergence to the result's, on the same tokens; None for the result.
     """
 
     name: str
-    bits: float
-    bytes: int
-    score: Score
+    bits: float | None
+    bytes: int | None
+    kl: Estimate
+    top1: Estimate
+    difference: Estimate | None = None
+
+
+def row(name: str, size: tuple[int, float] | None, score: Score, result: Score | None = None) -> Row:
+    """A setting with its bytes and bits, its score, and the result's where it is not the result itself."""
+    total, bits = size or (None, None)
+    difference = None if result is None else score.minus(result)
+    return Row(name, bits, total, score.interval(), score.top1, difference)
 
 
 @dataclass(frozen=True)
@@ -41,25 +55,35 @@ class Tuned:
     ----------
     cache_implementation, cache_config
         What `generate` takes.
+    budget, kind, limit
+        As it was written; ``"kl"`` or ``"bits"``; the limit, or None where it is the divergence of another cache.
     rows
-        The result, then uniform settings, all on the text of the check.
+        The result, the cache that it had to be like, then uniform settings, all on the text of the check.
+    texts
+        What each text was.
+    resumed
+        Measurements that an earlier run had made.
     """
 
     model: str
     cache_implementation: str
     cache_config: dict[str, Any]
     budget: str
+    kind: str
+    limit: float | None
     context: int
     shared: Shared
     layers: dict[int, LayerChoice]
     rows: tuple[Row, ...]
     sensitivities: tuple[Sensitivity, ...]
+    texts: dict[str, str]
+    resumed: int
 
 
 def page(tuned: Tuned, facts: Mapping[str, str]) -> Page:
     """Everything that was found."""
-    parts = [
-        _comparison(tuned.rows, tuned.context),
+    parts: list[Table | Figure] = [
+        _comparison(tuned),
         _layers(tuned.layers, tuned.shared),
         _choice_figure(tuned.layers),
         _trade_figure(tuned.rows),
@@ -69,28 +93,48 @@ def page(tuned: Tuned, facts: Mapping[str, str]) -> Page:
     return Page(f"{tuned.model}: tuned for {tuned.budget}", dict(facts), parts, tuned)
 
 
-def _comparison(rows: Sequence[Row], context: int) -> Table:
+def _comparison(tuned: Tuned) -> Table:
     cells = [
         (
-            row.name,
-            f"{row.bits:.3f}",
-            f"{row.bytes:,}",
-            f"{row.score.kl:.5f}",
-            f"{row.score.error:.5f}",
-            f"{row.score.top1:.1%}",
+            one.name,
+            "-" if one.bits is None else f"{one.bits:.3f}",
+            "-" if one.bytes is None else f"{one.bytes:,}",
+            interval(one.kl, ".2g"),
+            "-" if one.difference is None else interval(one.difference, "+.2g"),
+            interval(one.top1, ".1%"),
         )
-        for row in rows
+        for one in tuned.rows
     ]
     return Table(
         "On the text of the check",
-        ("setting", "bits per element", "bytes", "KL", "standard error", "same top 1"),
+        ("setting", "bits per element", "bytes", "KL", "KL more than tuned", "same top 1"),
         cells,
         [
-            f"Bits and bytes of the tuned layers for one user at {context:,} tokens; KL and top 1 to the plain cache, "
-            "while decoding.",
-            "The rows see the same tokens: their differences are surer than the standard error of each.",
+            f"Bits and bytes of the tuned layers for one user at {tuned.context:,} tokens; KL and top 1 to the plain "
+            "cache, while decoding a text by which nothing was chosen. In brackets: 95 % intervals, of KL by bootstrap "
+            "over blocks of tokens, of top 1 by Wilson.",
+            "The rows see the same tokens, so their differences are surer than each KL alone.",
+            verdict(tuned),
         ],
     )
+
+
+def verdict(tuned: Tuned) -> str:
+    """Whether the result is within its budget on the text of the check, as far as that can tell."""
+    if tuned.kind == "bits":
+        return f"{tuned.rows[0].bits:.3f} bits per element: within --budget {tuned.budget}."
+    if tuned.limit is None:
+        excess = tuned.rows[1].difference
+        low, high = (-excess.high, -excess.low) if excess else (0.0, 0.0)
+        what = f"that of {tuned.rows[1].name}"
+    else:
+        low, high = (end - tuned.limit for end in (tuned.rows[0].kl.low, tuned.rows[0].kl.high))
+        what = f"{tuned.limit:g}"
+    if high <= 0:
+        return f"KL is below {what} with its whole interval: --budget {tuned.budget} is kept here too."
+    if low > 0:
+        return f"KL is above {what} with its whole interval: --budget {tuned.budget} is not kept on this text."
+    return f"The interval of KL is on both sides of {what}: whether --budget {tuned.budget} holds here is undecided."
 
 
 def _layers(layers: Mapping[int, LayerChoice], shared: Shared) -> Table:
@@ -124,11 +168,15 @@ def _choice_figure(layers: Mapping[int, LayerChoice]) -> Figure:
 def _trade_figure(rows: Sequence[Row]) -> Figure:
     def draw(canvas: Canvas) -> None:
         axes = canvas.subplots()
-        tuned, *uniform = rows
-        axes.plot(
-            [row.bits for row in uniform], [row.score.kl for row in uniform], marker="o", label="one for all layers"
-        )
-        axes.plot([tuned.bits], [tuned.score.kl], marker="*", markersize=14, linestyle="", label="tuned")
+        tuned, *others = (one for one in rows if one.bits is not None)
+        others.sort(key=lambda one: one.bits or 0.0)
+        for points, style in (
+            (others, {"marker": "o", "label": "one for all layers"}),
+            ([tuned], {"marker": "*", "markersize": 14, "linestyle": "", "label": "tuned"}),
+        ):
+            kl = [one.kl for one in points]
+            error = [[one.value - one.low for one in kl], [one.high - one.value for one in kl]]
+            axes.errorbar([one.bits for one in points], [one.value for one in kl], yerr=error, capsize=3, **style)
         axes.set_yscale("log")
         axes.set_xlabel("bits per element")
         axes.set_ylabel("KL to the plain cache")
@@ -137,7 +185,7 @@ def _trade_figure(rows: Sequence[Row]) -> Figure:
     return Figure(
         "Quality against size",
         draw,
-        "Divergence over bits per element: uniform settings as a line, the result as a star.",
+        "Divergence, with its interval, over bits per element: uniform settings as a line, the result as a star.",
     )
 
 

@@ -1,88 +1,73 @@
-"""A tuning from the model to the page: measures, searches, checks, compares."""
+"""``hfkv tune`` as a function: measures, searches, checks, compares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfkv import __version__
-from hfkv.cli.console import working
 from hfkv.cli.settings import Setting
 
-from . import tune_page
-from .page import Page
-from .progress import steps
+from .progress import Silent, Watcher
 from .scoring import Score, Scorer
-from .tune import Budget, Measure, Tuner
+from .tune import Budget, Candidate, Tuner
+from .tune_goal import Effort, Goal
+from .tune_page import Row, Tuned, row
 from .tune_space import WIDTHS, LayerChoice, Sizes, Space
 from .tune_state import State
-from .tune_text import Sample, samples
+from .tune_text import samples
+
+# tokens of each forward while decoding, as of hfkv eval and hfkv demo
+CHUNK = 16
+# scores a cache and its options
+Scores = Callable[[str, Mapping[str, Any]], Score]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a tuning is asked for.
-
-    Attributes
-    ----------
-    budget
-        As it was written.
-    kind, limit, like
-        ``"kl"`` or ``"bits"``; the limit, or the cache whose divergence is the limit.
-    context
-        The tokens whose bytes count.
-    counted
-        The dtype that full precision is counted in: a model that is measured in float32 may be meant for 16 bits.
-    check, learn, search
-        Sizes of the texts, as `tune_text.samples` takes them.
-    """
-
-    name: str
-    budget: str
-    kind: str
-    limit: float | None
-    like: Setting | None
-    context: int
-    counted: str
-    text: str
-    check: tuple[int, int, int]
-    learn: tuple[int, int, int]
-    search: tuple[int, int, int]
-
-
-def run(
-    console: Console,
+def tune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    space: Space,
-    plan: Plan,
+    content: str,
+    goal: Goal,
+    *,
+    space: Space | None = None,
+    effort: Effort | None = None,
+    name: str = "the model",
     state_file: Path | None = None,
     fresh: bool = False,
-) -> Page:
-    """Tune a model; the page's data is a `tune_page.Tuned`.
+    steps: Watcher | None = None,
+) -> Tuned:
+    """Find the settings of each layer that reach a goal.
+
+    Parameters
+    ----------
+    content
+        The text to measure on.
+    space
+        What may be chosen; by default kivi's bits, group sizes and residual length.
+    state_file
+        Keeps every measurement, so that an interrupted tuning goes on where it was; ``fresh`` forgets them.
+    steps
+        Told what is being measured.
 
     Raises
     ------
     ValueError
-        Nothing is within the budget.
+        Nothing reaches the goal, or the text is too short.
     """
-    texts = samples(model, tokenizer, plan.text, plan.check, plan.learn, plan.search)
-    check, _, search = texts
-    sizes = Sizes(
-        model.config.get_text_config(decoder=True), space, plan.context, getattr(torch, plan.counted).itemsize
-    )
+    space, effort, steps = space or Space(Setting("kivi")), effort or Effort(), steps or Silent()
+    space.check()
+    texts = samples(model, tokenizer, content, {"learn": effort.learn, "search": effort.search, "check": effort.check})
+    config = model.config.get_text_config(decoder=True)
+    sizes = Sizes(config, space, effort.context, getattr(torch, effort.counted).itemsize)
     about = {
-        "model": plan.name,
+        "model": name,
         "dtype": str(model.dtype),
-        "cache": space.cache.name,
-        "texts": [sample.key for sample in texts],
+        "texts": [sample.key for sample in texts.values()],
         "hfkv": __version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -90,84 +75,102 @@ def run(
     if fresh and state_file is not None:
         state_file.unlink(missing_ok=True)
     state = State(state_file, about)
-    with working(console, "reading the texts with the plain cache"):
-        # of the many measurements of the search, each takes few forwards; the check's chunk is that of the demo
-        scorers = {
-            sample.name: Scorer(model, sample.input_ids, sample.prefill, chunk=16 if sample is check else 32)
-            for sample in texts
-        }
-    on_check, on_learn, on_search = (_measure(state, scorers, sample, space.cache.name) for sample in texts)
-    with steps(console, 1) as bar:
+    scores: dict[str, Scores] = {}
+    for sample in texts.values():
+        steps.step(f"reading the text of the {sample.name} with the plain cache")
+        scores[sample.name] = _kept(state, sample.name, Scorer(model, sample.input_ids, sample.prefill, CHUNK))
+    like = None if goal.like is None else scores["search"](goal.like.name, goal.like.options)
+    limit = like.kl if like is not None else goal.limit or 0.0
+    technique = space.cache.name
 
-        def step(text: str | None) -> None:
-            if text is None:
-                bar.done()
-            else:
-                bar.step(text)
+    def step(text: str | None) -> None:
+        if text is None:
+            steps.done()
+        else:
+            steps.step(text)
 
-        tuner = Tuner(space, sizes, on_learn, on_search, step)
-        bar.expect(tuner.measurements + 3 * len(list(space.shared())))
-        tuner.learn()
-        limit, limit_on_search = plan.limit or 0.0, plan.limit or 0.0
-        if plan.like is not None:
-            name, options = plan.like.name, plan.like.options
-            limit_on_search = _measure(state, scorers, search, name)(options).kl
-            limit = _measure(state, scorers, check, name)(options).kl
-        settled = tuner.settle(Budget(plan.kind, limit_on_search), limit, on_check)
-        if settled is None:
-            raise ValueError(_impossible(plan, limit, space, on_check))
-        best, score = settled
-        rows = [tune_page.Row("tuned", best.bits, sizes.total(best.shared, best.choices), score)]
-        for nbits in WIDTHS:
-            bar.step(f"checking {nbits} bits everywhere")
-            same = {index: LayerChoice(nbits, nbits, space.group_sizes[0]) for index in sizes.layers}
-            options = space.options(space.start, same[sizes.layers[0]])
-            rows.append(
-                tune_page.Row(
-                    f"{nbits} bits, groups of {space.group_sizes[0]}, residual {space.start.residual_length}",
-                    sizes.bits(space.start, same),
-                    sizes.total(space.start, same),
-                    on_check(options),
-                )
-            )
-    tuned = tune_page.Tuned(
-        model=plan.name,
-        cache_implementation=space.cache.name,
+    tuner = Tuner(
+        space,
+        sizes,
+        lambda options: scores["learn"](technique, options).kl,
+        lambda options: within(scores["search"](technique, options), effort.confidence, like),
+        step,
+    )
+    steps.expect(tuner.measurements + 3 * len(list(space.shared())) + 1 + len(WIDTHS))
+    tuner.learn()
+    candidates = tuner.search(Budget(goal.kind, limit))
+    if not candidates:
+        raise ValueError(_impossible(goal, effort, limit, space, scores["search"], like))
+    best = candidates[0]
+    return Tuned(
+        model=name,
+        cache_implementation=technique,
         cache_config=tuner.options(best),
-        budget=plan.budget,
-        context=plan.context,
+        budget=goal.text,
+        kind=goal.kind,
+        limit=goal.limit,
+        context=effort.context,
         shared=best.shared,
         layers=best.choices,
-        rows=tuple(rows),
+        rows=_compare(tuner, best, goal, scores["check"], step),
         sensitivities=tuple(tuner.sensitivities),
+        texts={sample.name: sample.described for sample in texts.values()},
+        resumed=state.resumed,
     )
-    facts = {
-        "model": f"{plan.name}, {str(model.dtype).removeprefix('torch.')}, {model.device.type}",
-        "budget": plan.budget if plan.like is None else f"{plan.budget}: {limit:.5f} on the text of the check",
-        "bytes": f"one user at {plan.context:,} tokens, full precision counted as {plan.counted}",
-        **{sample.name: sample.described for sample in texts},
-        "measured": f"{state.resumed} taken over from an earlier run" if state.resumed else "all in this run",
-    }
-    return tune_page.page(tuned, facts)
 
 
-def _measure(state: State, scorers: Mapping[str, Scorer], sample: Sample, name: str) -> Measure:
-    def measure(options: dict[str, Any]) -> Score:
-        named = {"cache": name, **options}
-        return state.score(sample.name, named, lambda: scorers[sample.name].score(name, options))
+def within(score: Score, confidence: float, like: Score | None) -> float:
+    """What of a score is held against the limit: the upper end of a one-sided interval.
 
-    return measure
+    Parameters
+    ----------
+    like
+        The score of the cache whose divergence is the limit: compared with it, the difference alone is uncertain.
+    """
+    level = 2 * confidence - 1
+    return score.interval(level).high if like is None else like.kl + score.minus(like, level).high
 
 
-def _impossible(plan: Plan, limit: float, space: Space, measure: Measure) -> str:
+def _kept(state: State, text: str, scorer: Scorer) -> Scores:
+    def score(name: str, options: Mapping[str, Any]) -> Score:
+        return state.score(text, {"cache": name, **options}, lambda: scorer.score(name, options))
+
+    return score
+
+
+def _compare(
+    tuner: Tuner, best: Candidate, goal: Goal, score: Scores, step: Callable[[str | None], None]
+) -> tuple[Row, ...]:
+    """The result, the cache that it had to be like, and uniform settings, on a text that nothing was chosen by."""
+    space, sizes, name = tuner.space, tuner.sizes, tuner.space.cache.name
+    step("checking the result")
+    ours = score(name, tuner.options(best))
+    rows = [row("tuned", (sizes.total(best.shared, best.choices), best.bits), ours)]
+    step(None)
+    if goal.like is not None:
+        its = score(goal.like.name, goal.like.options)
+        rows.append(row(goal.like.label, sizes.of_cache(goal.like), its, ours))
     first = space.group_sizes[0]
-    if plan.kind == "bits":
+    for nbits in WIDTHS:
+        step(f"checking {nbits} bits everywhere")
+        same = {index: LayerChoice(nbits, nbits, first) for index in sizes.layers}
+        label = f"{nbits} bits, groups of {first}, residual {space.start.residual_length}"
+        size = sizes.total(space.start, same), sizes.bits(space.start, same)
+        found = score(name, space.options(space.start, same[sizes.layers[0]]))
+        rows.append(row(label, size, found, ours))
+        step(None)
+    return tuple(rows)
+
+
+def _impossible(goal: Goal, effort: Effort, limit: float, space: Space, score: Scores, like: Score | None) -> str:
+    if goal.kind == "bits":
         return (
-            f"--budget {plan.budget}: no setting has so few bits at {plan.context:,} tokens. "
+            f"--budget {goal.text}: no setting has so few bits at {effort.context:,} tokens. "
             "Fix: a larger budget, or a longer --context"
         )
-    best = measure(space.options(space.start, LayerChoice(WIDTHS[-1], WIDTHS[-1], first))).kl
+    widest = LayerChoice(WIDTHS[-1], WIDTHS[-1], space.group_sizes[0])
+    best = within(score(space.cache.name, space.options(space.start, widest)), effort.confidence, like)
     return (
-        f"--budget {plan.budget}: nothing has a divergence of at most {limit:.2g}; {WIDTHS[-1]} bits everywhere have "
+        f"--budget {goal.text}: nothing has a divergence of at most {limit:.2g}; {WIDTHS[-1]} bits everywhere have "
         f"{best:.2g}. Fix: a larger budget"
     )

@@ -118,14 +118,25 @@ class Sizes:
         """Bytes of a layer."""
         known = self._known.get((shared, choice))
         if known is None:
-            options = self._space.options(shared, choice)
-            layers = build_cache(self._space.cache.name, self._config, options).layers
-            known = {
-                index: layers[index].planned_bytes(self._context, self._shapes[index])  # type: ignore[union-attr]
-                for index in self.layers
-            }
+            known = self._planned(Setting(self._space.cache.name, self._space.options(shared, choice)))
             self._known[shared, choice] = known
         return known[index]
+
+    def _planned(self, setting: Setting) -> dict[int, int]:
+        layers = build_cache(setting.name, self._config, setting.options).layers
+        return {
+            index: layer.planned_bytes(self._context, self._shapes[index])
+            for index, layer in enumerate(layers)
+            if isinstance(layer, KVLayer)
+        }
+
+    def of_cache(self, setting: Setting) -> tuple[int, float] | None:
+        """Bytes and bits per element of the same layers in any cache of a plugin; None where it leaves one out."""
+        known = self._planned(setting)
+        if not {*self.layers} <= {*known}:
+            return None
+        total = sum(known[index] for index in self.layers)
+        return total, 8 * total / self.elements
 
     def total(self, shared: Shared, choices: Mapping[int, LayerChoice]) -> int:
         """Bytes of all tuned layers."""

@@ -32,7 +32,10 @@ class State:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             about, scores = stored["about"], stored["scores"]
-            self._scores = {key: Score(**score) for key, score in scores.items()}
+            self._scores = {
+                key: Score(tuple(score["same"]), tuple(score["sums"]), tuple(score["counts"]))
+                for key, score in scores.items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} holds no measurements of tune: {error}. Fix: remove it, or pass --fresh"
@@ -58,5 +61,5 @@ class State:
             return
         scores = {key: dataclasses.asdict(score) for key, score in self._scores.items()}
         beside = self._path.with_suffix(".part")
-        beside.write_text(json.dumps({"about": self._about, "scores": scores}, indent=1), encoding="utf-8")
+        beside.write_text(json.dumps({"about": self._about, "scores": scores}), encoding="utf-8")
         beside.replace(self._path)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from . import text
+
+# of the text that are read: more than any default needs
+CHARACTERS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,15 @@ class Sample:
 def samples(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    check: tuple[int, int, int],
-    learn: tuple[int, int, int],
-    search: tuple[int, int, int],
-) -> tuple[Sample, Sample, Sample]:
-    """The texts of the check, of learning and of the search, one after the other: none sees another's.
+    content: str,
+    sizes: Mapping[str, tuple[int, int, int]],
+) -> dict[str, Sample]:
+    """Samples of a text, the rows of all spread over it by turns; no token is in two of them.
 
     Parameters
     ----------
-    check, learn, search
-        Rows, tokens of their prefill, tokens decoded.
+    sizes
+        Of each sample, by its name: rows, tokens of their prefill, tokens decoded.
 
     Raises
     ------
@@ -61,23 +65,26 @@ def samples(
         The text, or what the model takes, is too short.
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
-    parts = {"check": check, "learn": learn, "search": search}
-    for name, (_, prefill, decoded) in parts.items():
+    for name, (_, prefill, decoded) in sizes.items():
         if prefill + decoded > limit:
             raise ValueError(
                 f"--{name}-tokens: {prefill + decoded:,} tokens are more than the {limit:,} that the model takes"
             )
-    needed = sum(rows * (prefill + decoded) for rows, prefill, decoded in parts.values())
-    # no tokenizer in use needs more characters for prose
-    found = tokenizer(text[: 20 * needed], return_tensors="pt", verbose=False).input_ids.to(model.device)
-    if found.shape[1] < needed:
+    ids, first = text.encode(tokenizer, content[:CHARACTERS]), text.start(tokenizer)
+    own = {name: prefill + decoded - len(first) for name, (_, prefill, decoded) in sizes.items()}
+    needed = sum(rows * own[name] for name, (rows, _, _) in sizes.items())
+    if len(ids) < needed:
         raise ValueError(
-            f"--text has {found.shape[1]:,} tokens, and {needed:,} are needed. Fix: a longer text, or fewer "
-            f"{', '.join(f'--{name}-tokens' for name in parts)}"
+            f"--text has {len(ids):,} tokens, and {needed:,} are needed. Fix: a longer text, or fewer "
+            f"{', '.join(f'--{name}-tokens' for name in sizes)}"
         )
-    result, begin = [], 0
-    for name, (rows, prefill, decoded) in parts.items():
-        end = begin + rows * (prefill + decoded)
-        result.append(Sample(name, found[:, begin:end].reshape(rows, -1), prefill))
-        begin = end
-    return result[0], result[1], result[2]
+    # each sample's rows evenly over the text, so that none has a chapter to itself
+    order = sorted((((row + 0.5) / rows, name) for name, (rows, _, _) in sizes.items() for row in range(rows)))
+    gap = (len(ids) - needed) // len(order)
+    found: dict[str, list[list[int]]] = {name: [] for name in sizes}
+    begin = 0
+    for _, name in order:
+        end = begin + own[name]
+        found[name].append([*first, *ids[begin:end]])
+        begin = end + gap
+    return {name: Sample(name, torch.tensor(rows, device=model.device), sizes[name][1]) for name, rows in found.items()}

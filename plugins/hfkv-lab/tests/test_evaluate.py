@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 
 import pytest
@@ -213,6 +214,25 @@ def test_text_comes_from_one_place(tmp_path):
     file.write_text(" \n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"mine\.txt has no text"):
         text.read(file)
+
+
+def test_text_of_a_data_set_is_its_field_of_the_split_that_was_held_back(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="hfkv-lab[datasets] is not installed")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split, rows in {"train": ["seen"], "test": ["first", "second"]}.items():
+        lines = [json.dumps({"text": row, "other": "x"}) for row in rows]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert text.read(None, str(folder)) == text.Text("first\nsecond", f"{folder}, test")
+    assert text.read(None, str(folder), "other").content == "x\nx"
+    with pytest.raises(ValueError, match=r"has no field 'body'; it has: text, other. Fix: --field"):
+        text.read(None, str(folder), "body")
+    (folder / "test.jsonl").unlink()
+    assert text.read(None, str(folder)) == text.Text("seen", f"{folder}, train")
+    monkeypatch.setattr(text, "DATASET_CHARACTERS", 5)
+    (folder / "train.jsonl").write_text('{"text": "seen"}\n' * 9, encoding="utf-8")
+    assert text.read(None, str(folder)).content == "seen\nseen"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from hfkv.cli.app import app
 from hfkv.cli.settings import parse_cache
 from hfkv.testing.models import load
 from hfkv_lab import batching
-from hfkv_lab.cards import CARDS, find_card, parse_quantity
+from hfkv_lab.arguments import parse_quantity
+from hfkv_lab.cards import CARDS, find_card
 from hfkv_lab.plan import CachePlan, fit
 from hfkv_lab.plan_model import from_config, from_name, from_numbers
 from hfkv_lab.plan_weights import FORMATS, parse_weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ from hfkv.cli.quality import compare
 from hfkv.cli.settings import Setting, parse_cache
 from hfkv.integration import cache_argument
 from hfkv.testing.models import load
+from hfkv_lab import tune_page
 from hfkv_lab.knapsack import Choice, solve
 from hfkv_lab.scoring import Score, Scorer
 from hfkv_lab.tune import Budget, Tuner
+from hfkv_lab.tune_run import within
 from hfkv_lab.tune_space import LayerChoice, Shared, Sizes, Space, cache_config
 from hfkv_lab.tune_state import State
+from hfkv_lab.tune_text import samples
 
 CONFIG = LlamaConfig(
     num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128
@@ -70,11 +74,13 @@ def test_score_is_that_of_decoding_from_the_cache(family):
     scorer = Scorer(model, ids, 40, chunk=4)
     for changed in (options, {**options, "nbits": 4}):
         found = scorer.score("kivi", changed)
+        # 40 tokens: 2 to a block
+        assert found.counts == (2,) * 20
         reference = DynamicCache(config=model.config)
         (expected,) = compare(model, ids, 40, reference, [hfkv.make_cache("kivi", model, **changed)], chunk=4)
         assert found.kl == pytest.approx(expected.kl, rel=1e-4, abs=1e-9)
-        assert found.top1 == pytest.approx(expected.top1)
-        assert found.error > 0
+        assert found.top1.value == pytest.approx(expected.top1)
+        assert found.interval().low < found.kl < found.interval().high
 
 
 def test_config_says_what_was_chosen_and_no_more():
@@ -119,7 +125,7 @@ class Additive:
             key, value = layer.options.widths
             group = (layer.options.group_size / 32) ** 0.5
             total += group * self.costs[index] * (4.0 ** (2 - key) + 0.1 * 4.0 ** (2 - value))
-        return Score(self.factor * total, 0.0, 1.0)
+        return self.factor * total
 
 
 COSTS = (1.0, 0.02, 0.02, 0.02, 0.3)
@@ -127,15 +133,15 @@ COSTS = (1.0, 0.02, 0.02, 0.02, 0.3)
 
 @pytest.mark.parametrize("factor", [1.0, 1.7])
 def test_search_finds_the_best_of_every_setting(factor):
-    # on the text of the check everything costs more: the search has to go on within less
+    # whole, everything costs more than the layers one by one: the search has to go on within less
     space = Space(parse_cache("kivi"), group_sizes=(32,), residual_lengths=(32,))
     sizes = Sizes(CONFIG, space, 4096, 2)
-    learn, check, limit = Additive(COSTS), Additive(COSTS, factor), 0.05
-    tuner = Tuner(space, sizes, learn, Additive(COSTS, 0.6))
+    learn, measure, limit = Additive(COSTS), Additive(COSTS, factor), 0.05
+    tuner = Tuner(space, sizes, learn, measure)
     tuner.learn()
     assert learn.calls == tuner.measurements
-    best, score = tuner.settle(Budget("kl", limit), limit, check)
-    assert score.kl <= limit
+    best = tuner.search(Budget("kl", limit))[0]
+    assert best.kl <= limit
     choices = list(space.layer_choices())
     # the best possible: layers cost independently, so a dynamic program over rounded costs bounds it from below
     table = {0: 0}
@@ -149,7 +155,7 @@ def test_search_finds_the_best_of_every_setting(factor):
                     grown[total] = min(grown.get(total, 1 << 62), size + sizes.of(best.shared, choice, index))
         table = grown
     assert sizes.total(best.shared, best.choices) <= 1.03 * min(table.values())
-    assert check(tuner.options(best)).kl == score.kl
+    assert measure(tuner.options(best)) == best.kl
 
 
 def test_budget_of_bits_is_kept_and_spent():
@@ -157,12 +163,81 @@ def test_budget_of_bits_is_kept_and_spent():
     sizes = Sizes(CONFIG, space, 4096, 2)
     tuner = Tuner(space, sizes, Additive(COSTS), Additive(COSTS))
     tuner.learn()
-    best, _ = tuner.settle(Budget("bits", 4.0), 0.0, Additive(COSTS))
+    best = tuner.search(Budget("bits", 4.0))[0]
     assert 3.5 < best.bits <= 4.0
     # what is costly is kept
     assert best.choices[0].key_nbits > best.choices[1].key_nbits
-    assert tuner.settle(Budget("bits", 1.0), 0.0, Additive(COSTS)) is None
-    assert tuner.settle(Budget("kl", 1e-9), 1e-9, Additive(COSTS)) is None
+    assert tuner.search(Budget("bits", 1.0)) == []
+    assert tuner.search(Budget("kl", 1e-9)) == []
+
+
+def test_difference_on_the_same_tokens_is_surer_than_each_score():
+    # a text of easy and of hard blocks, on which one cache is a tenth worse than the other
+    draw = random.Random(0)
+    hard = [draw.lognormvariate(0, 1) for _ in range(60)]
+    one, other = (Score((0,) * 60, tuple(factor * cost for cost in hard), (16,) * 60) for factor in (1.0, 1.1))
+    found = other.minus(one)
+    assert found.value == pytest.approx(other.kl - one.kl)
+    assert found.low > 0
+    assert one.interval().high > other.interval().low
+    with pytest.raises(ValueError, match="60 and 1 blocks are of different texts"):
+        one.minus(Score((0,), (1.0,), (16,)))
+
+
+def score(kl, spread):
+    return Score((0,) * 40, (kl - spread, kl + spread) * 20, (1,) * 40)
+
+
+def test_confidence_is_that_of_a_one_sided_interval():
+    found = score(0.02, 0.01)
+    # forty values of deviation 0.01: 5 % of Student's t with 39 degrees of freedom are above 1.685
+    assert within(found, 0.95, None) == pytest.approx(0.02 + 1.685 * 0.01 / 39**0.5, rel=0.02)
+    assert within(found, 0.5, None) == pytest.approx(0.02, rel=0.01)
+    # compared with a cache that is as far off on every token, only the difference counts
+    assert within(found, 0.95, score(0.021, 0.01)) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "said"),
+    [
+        (0.03, [score(0.02, 0.01)], "KL is below 0.03 with its whole interval"),
+        (0.01, [score(0.02, 0.01)], "KL is above 0.01 with its whole interval: --budget kl=x is not kept"),
+        (0.021, [score(0.02, 0.01)], "is undecided"),
+        (None, [score(0.02, 0.01), score(0.021, 0.01)], "KL is below that of other"),
+        (None, [score(0.02, 0.01), score(0.019, 0.01)], "KL is above that of other"),
+        (None, [score(0.02, 0.01), score(0.02, 0.02)], "is undecided"),
+    ],
+)
+def test_verdict_is_what_the_check_can_tell(limit, rows, said):
+    first, *others = rows
+    shown = [tune_page.row("tuned", (1, 3.0), first), *(tune_page.row("other", None, one, first) for one in others)]
+    tuned = tune_page.Tuned(
+        "m", "kivi", {}, "kl=x", "kl", limit, 100, Shared(32, 4, "rtn"), {}, tuple(shown), (), {}, 0
+    )
+    assert said in tune_page.verdict(tuned)
+
+
+def test_texts_are_apart_and_each_is_everywhere(tokenizer):
+    model = load("llama", "sdpa").model
+    # a text in which every place can be told from any other
+    content = "".join(chr(97 + number % 26) + f"{number:04}" for number in range(600))
+    sizes = {"learn": (2, 20, 4), "search": (4, 40, 10), "check": (4, 40, 10)}
+    found = samples(model, tokenizer, content, sizes)
+    ids = tokenizer(content, add_special_tokens=False).input_ids
+    taken = []
+    for name, sample in found.items():
+        rows, prefill, decoded = sizes[name]
+        assert sample.input_ids.shape == (rows, prefill + decoded)
+        starts = []
+        for row in sample.input_ids.tolist():
+            (start,) = (at for at in range(len(ids)) if ids[at : at + len(row)] == row)
+            starts.append(start)
+            taken += range(start, start + len(row))
+        # about one in each part of the text
+        assert all(abs(start / len(ids) - row / rows) < 1 / rows for row, start in enumerate(starts))
+    assert len(taken) == len({*taken})
+    with pytest.raises(ValueError, match=r"--text has 3,000 tokens, and 3,500 are needed. Fix: a longer text"):
+        samples(model, tokenizer, content, {**sizes, "learn": (50, 50, 12)})
 
 
 def test_measurements_are_kept_and_belong_to_their_run(tmp_path):
@@ -171,11 +246,11 @@ def test_measurements_are_kept_and_belong_to_their_run(tmp_path):
 
     def measure():
         calls.append(1)
-        return Score(0.1, 0.01, 0.9)
+        return Score((8, 1), (0.5, 0.1), (8, 8))
 
     for _ in range(2):
         state = State(path, {"model": "a", "text": "x"})
-        assert state.score("search", {"nbits": 2}, measure) == Score(0.1, 0.01, 0.9)
+        assert state.score("search", {"nbits": 2}, measure) == Score((8, 1), (0.5, 0.1), (8, 8))
     assert len(calls) == 1
     assert state.resumed == 1
     with pytest.raises(ValueError, match=r"another run \(model differ\). Fix: pass --fresh"):
@@ -201,7 +276,7 @@ def folder(small, tokenizer, tmp_path_factory):
 
 
 def tune(folder, out, *arguments, code=0):
-    sizes = (*"--learn-tokens 1 96 16 --search-tokens 2 96 16 --check-tokens 1 160 32 --context 1000".split(),)
+    sizes = (*"--learn-tokens 1 96 16 --search-tokens 2 96 16 --check-tokens 2 160 32 --context 1000".split(),)
     space = ("--group-size", "8", "--group-size", "16", "--residual-length", "16")
     result = CliRunner().invoke(app, ["tune", str(folder), "--out", str(out), *sizes, *space, *arguments])
     assert result.exit_code == code, result.output
@@ -213,21 +288,25 @@ def test_result_is_what_generate_takes_and_reproduces(folder, tmp_path, words):
     text.write_text(words)
     budget = ("--budget", "kl=kivi:nbits=3,group_size=8,residual_length=16", "--text", str(text))
     found = json.loads(tune(folder, out, *budget, "--json", "--report", str(report)).stdout)
-    tuned, *uniform = found["rows"]
+    tuned, like, *uniform = found["rows"]
     assert report.read_text().count("<svg") == 3
     options = json.loads((out / "cache_config.json").read_text())
     assert options == found["cache_config"]
     # the divergence, measured the long way on the text of the check
     model = AutoModelForCausalLM.from_pretrained(folder)
-    ids = AutoTokenizer.from_pretrained(folder)(words[:4000], return_tensors="pt").input_ids[:, :192]
+    sizes = {"learn": (1, 96, 16), "search": (2, 96, 16), "check": (2, 160, 32)}
+    ids = samples(model, AutoTokenizer.from_pretrained(folder), words, sizes)["check"].input_ids
     cache = hfkv.make_cache("kivi", model, **options)
     three = hfkv.make_cache("kivi", model, nbits=3, group_size=8, residual_length=16)
     ours, limit = compare(model, ids, 160, DynamicCache(config=model.config), [cache, three])
-    assert ours.kl == pytest.approx(tuned["score"]["kl"], rel=1e-3)
+    assert ours.kl == pytest.approx(tuned["kl"]["value"], rel=1e-3)
     assert ours.kl <= limit.kl
-    assert limit.kl == pytest.approx(uniform[1]["score"]["kl"], rel=1e-3)
-    # no more bytes than the setting that it has to be as good as; and the bytes are real
-    assert tuned["bytes"] <= uniform[1]["bytes"]
+    assert limit.kl == pytest.approx(like["kl"]["value"], rel=1e-3)
+    assert like["difference"]["value"] == pytest.approx(limit.kl - ours.kl, rel=1e-2)
+    # the cache that it has to be as good as is one of the uniform ones
+    assert {**like, "name": ""} == {**uniform[1], "name": ""}
+    # no more bytes than that; and the bytes are real
+    assert tuned["bytes"] <= like["bytes"]
     filled = hfkv.make_cache("kivi", model, **options)
     model(torch.randint(0, 256, (1, 1000)), **{cache_argument(model): filled})
     assert hfkv.memory(filled).stored_bytes == tuned["bytes"]
@@ -255,6 +334,7 @@ def test_result_is_what_generate_takes_and_reproduces(folder, tmp_path, words):
         (("--budget", "kl=0"), "must be above zero"),
         (("--budget", "bits=few"), "'few' is not a number"),
         (("--budget", "kl=kivi:nbit=3"), "Did you mean 'nbits'"),
+        (("--budget", "kl=quantized"), "no plugin provides 'quantized'"),
     ],
 )
 def test_command_names_the_option_and_the_fix(folder, tmp_path, arguments, message):
