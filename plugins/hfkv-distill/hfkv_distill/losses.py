@@ -7,6 +7,7 @@ Mistakes* (Agarwal et al., 2024), with the two Kullback-Leibler divergences at i
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -57,8 +58,11 @@ def between(teacher: torch.Tensor, student: torch.Tensor, beta: float) -> torch.
 
 
 def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return torch.log_softmax(logits.to(wide) / temperature, dim=-1)
+    return torch.log_softmax(_widened(logits) / temperature, dim=-1)
+
+
+def _widened(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -66,3 +70,110 @@ def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     possible = first > -math.inf
     difference = torch.where(possible, first, 0) - torch.where(possible, second, 0)
     return (first.exp() * difference).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The likeliest outcomes of a teacher, and one bucket for all others.
+
+    Attributes
+    ----------
+    indices
+        ``[tokens, k]`` int64.
+    log_probabilities
+        ``[tokens, k + 1]``, those of the softmax at the temperature of the loss; the last is the bucket's.
+    """
+
+    indices: torch.Tensor
+    log_probabilities: torch.Tensor
+
+    def __getitem__(self, rows: slice) -> TopK:
+        """Some of the tokens."""
+        return TopK(self.indices[rows], self.log_probabilities[rows])
+
+    @staticmethod
+    def of(logits: torch.Tensor, k: int, temperature: float = 1.0) -> TopK:
+        """The ``k`` likeliest outcomes of logits ``[tokens, vocabulary]``."""
+        if not 1 <= k <= logits.shape[-1]:
+            raise ValueError(f"top_k={k!r} must be from 1 to the size of the vocabulary, {logits.shape[-1]}")
+        log_probabilities = _log_softmax(logits, temperature)
+        indices = log_probabilities.topk(k, dim=-1).indices
+        return TopK(indices, _buckets(log_probabilities, indices))
+
+
+def _buckets(log_probabilities: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of some outcomes and of the rest: ``[tokens, k + 1]``."""
+    chosen = log_probabilities.gather(-1, indices)
+    if indices.shape[-1] == log_probabilities.shape[-1]:
+        # nothing is left; the sum of nothing has no gradient either
+        rest = chosen.new_full((*chosen.shape[:-1], 1), -math.inf)
+    else:
+        rest = log_probabilities.scatter(-1, indices, -math.inf).logsumexp(dim=-1, keepdim=True)
+    return torch.cat([chosen, rest], dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What the loss of a token is: ``alpha`` times cross-entropy, ``1 - alpha`` times the divergence.
+
+    Parameters
+    ----------
+    alpha
+        Share of the hard labels.
+    beta
+        0 is forward KL, 1 reverse KL, between them the generalised Jensen-Shannon divergence.
+    temperature
+        Softens both distributions of the divergence, whose gradient is kept by its square.
+    """
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that no loss has."""
+        check(self.beta, self.temperature)
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha!r} must be from 0 (the teacher alone) to 1 (the hard labels alone)")
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the divergence counts."""
+        return self.alpha < 1
+
+    def mix(self, soft: torch.Tensor, hard: torch.Tensor) -> torch.Tensor:
+        """The loss, of divergence and cross-entropy."""
+        # a share of nothing may be of infinity
+        parts = [share * part for share, part in ((1 - self.alpha, soft), (self.alpha, hard)) if share]
+        return sum(parts[1:], parts[0])
+
+
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | TopK | None, objective: Objective
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divergence and cross-entropy of each token.
+
+    Parameters
+    ----------
+    logits
+        The student's, ``[tokens, vocabulary]``.
+    labels
+        The token that follows, ``[tokens]``.
+    teacher
+        Its logits ``[tokens, vocabulary]`` or its likeliest outcomes; None without one.
+
+    Returns
+    -------
+    tuple
+        Two of ``[tokens]``; the divergence is 0 where there is no teacher.
+    """
+    hard = torch.nn.functional.cross_entropy(_widened(logits), labels, reduction="none")
+    if teacher is None:
+        return torch.zeros_like(hard), hard
+    if not isinstance(teacher, TopK):
+        return divergence(logits, teacher, beta=objective.beta, temperature=objective.temperature), hard
+    student = _buckets(_log_softmax(logits, objective.temperature), teacher.indices)
+    ours = teacher.log_probabilities.to(student.dtype)
+    if teacher.indices.shape[-1] == logits.shape[-1]:
+        student, ours = student[..., :-1], ours[..., :-1]
+    return between(ours, student, objective.beta) * objective.temperature**2, hard

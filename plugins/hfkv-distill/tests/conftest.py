@@ -1,0 +1,80 @@
+"""Tiny models, ragged examples, and a trainer of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 48
+
+
+def make_llama(seed: int = 0, **changes):
+    """A random decoder; the teacher and the student of a test differ by their seeds."""
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
+        "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+
+
+def make_rows(count: int = 8, seed: int = 0):
+    """Examples of different lengths with prompts of different lengths; one has no target at all."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    rows = []
+    for index in range(count):
+        length = number(6, 20)
+        ids = torch.randint(2, VOCABULARY, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length if index == 2 else number(1, 5)] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On sizes like these a second thread costs more than it brings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def llama():
+    return make_llama
+
+
+@pytest.fixture
+def ragged():
+    return make_rows
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A function that makes a trainer of a student with seed 1 and a teacher with seed 0."""
+    from hfkv_distill import DistillationConfig, DistillationTrainer
+
+    def make(student=None, teacher="plain", data=None, evaluated=None, callbacks=None, **settings):
+        defaults = {
+            "output_dir": str(tmp_path / "out"), "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+            "report_to": [], "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+            "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+        }  # fmt: skip
+        return DistillationTrainer(
+            model=make_llama(1) if student is None else student,
+            teacher_model=make_llama(0) if teacher == "plain" else teacher,
+            args=DistillationConfig(**{**defaults, **settings}),
+            train_dataset=make_rows() if data is None else data,
+            eval_dataset=evaluated,
+            callbacks=callbacks,
+        )
+
+    return make
