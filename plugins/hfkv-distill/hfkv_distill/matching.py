@@ -88,7 +88,7 @@ class Matching(nn.Module):
 
 def evenly(students: int, teachers: int) -> dict[int, int]:
     """Pairs of layers, spread evenly: the last with the last."""
-    return {index: (index + 1) * teachers // students - 1 for index in range(students)}
+    return {index: max(0, (index + 1) * teachers // students - 1) for index in range(students)}
 
 
 def check_weights(weights: Mapping[str, float]) -> None:

@@ -31,8 +31,8 @@ def common_vocabulary(student_size: int, teacher_size: int, student_tokenizer: A
             differing = sum(theirs.get(token) != number for token, number in ours.items())
             raise ValueError(
                 f"teacher and student have different tokenizers ({len(theirs):,} and {len(ours):,} tokens, "
-                f"{differing:,} of the student's are another number in the teacher's): their probabilities are about different "
-                "tokens. Fix: a teacher of the same family, or alpha=1 to learn from labels alone"
+                f"{differing:,} of the student's are another number in the teacher's): their probabilities are about "
+                "different tokens. Fix: a teacher of the same family, or alpha=1 to learn from labels alone"
             )
     if tokenizer is not None and len(tokenizer) > size:
         raise ValueError(

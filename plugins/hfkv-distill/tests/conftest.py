@@ -64,9 +64,9 @@ def trainer(tmp_path):
 
     def make(student=None, teacher="plain", data=None, evaluated=None, callbacks=None, **settings):
         defaults = {
-            "output_dir": str(tmp_path / "out"), "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-            "report_to": [], "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
-            "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+            "output_dir": str(tmp_path / "out"), "max_steps": 3, "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2, "report_to": [], "logging_steps": 1, "save_strategy": "no", "use_cpu": True,
+            "disable_tqdm": True, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
         }  # fmt: skip
         return DistillationTrainer(
             model=make_llama(1) if student is None else student,

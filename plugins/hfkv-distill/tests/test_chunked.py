@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_plain_formula(objective, chunk_size, head_cl
         states, head, list(head.parameters()), labels, lambda rows: teacher[rows], objective,
         chunk_size=chunk_size, vocabulary=VOCABULARY, overwrite=head_class is nn.Linear,
     )  # fmt: skip
-    assert float(sums.loss) == pytest.approx(float(expected))
+    assert sums.loss.item() == pytest.approx(expected.item())
     torch.testing.assert_close(gradients(3 * sums.loss, states, head), 3 * gradients(expected, states, head))
     top1 = (head(states).argmax(-1) == teacher.argmax(-1)).sum()
     assert float(sums.agreed) == float(top1)
@@ -77,7 +77,7 @@ def test_all_outcomes_kept_is_the_full_loss(objective):
         states, head, list(head.parameters()), labels, stored.__getitem__, objective, chunk_size=7,
         vocabulary=VOCABULARY,
     )  # fmt: skip
-    assert float(sums.loss) == pytest.approx(float(expected))
+    assert sums.loss.item() == pytest.approx(expected.item())
     torch.testing.assert_close(gradients(sums.loss, states, head), gradients(expected, states, head))
 
 
@@ -105,7 +105,7 @@ def test_few_outcomes_and_a_bucket(objective):
         states, head, list(head.parameters()), labels, stored.__getitem__, objective, chunk_size=7,
         vocabulary=VOCABULARY,
     )  # fmt: skip
-    assert float(sums.loss) == pytest.approx(float(expected))
+    assert sums.loss.item() == pytest.approx(expected.item())
     torch.testing.assert_close(gradients(sums.loss, states, head), gradients(expected, states, head))
 
 
@@ -117,7 +117,7 @@ def test_padded_outcomes_are_none():
         vocabulary=36,
     )  # fmt: skip
     soft, _ = token_losses(head(states)[:, :36], labels % 36, teacher[:, :36], Objective())
-    assert float(sums.loss) == pytest.approx(float(soft.sum()))
+    assert sums.loss.item() == pytest.approx(soft.sum().item())
     assert torch.autograd.grad(sums.loss, head.weight)[0][36:].abs().max() == 0
 
 
@@ -141,7 +141,7 @@ def test_no_target_at_all():
         chunk_size=7, vocabulary=VOCABULARY,
     )  # fmt: skip
     sums.loss.backward()
-    assert float(sums.loss) == 0
+    assert sums.loss.item() == 0
     assert head.weight.grad.abs().max() == 0
 
 
