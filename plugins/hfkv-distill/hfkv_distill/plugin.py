@@ -6,6 +6,16 @@ import hfkv
 
 
 @hfkv.hookimpl
+def hfkv_trainers() -> Iterator[hfkv.TrainerSpec]:
+    """The trainers."""
+    yield hfkv.TrainerSpec(
+        name="distill",
+        summary="a transformers Trainer whose loss is what a teacher says, token by token",
+        load="hfkv_distill.trainer:DistillationTrainer",
+    )
+
+
+@hfkv.hookimpl
 def hfkv_subcommands() -> Iterator[hfkv.SubcommandSpec]:
     """The subcommands, in alphabetical order."""
     yield from ()
