@@ -9,9 +9,12 @@ from typing import Any, ClassVar, Self
 from .. import registry
 
 
-def option(default: Any, help: str) -> Any:
-    """A documented field of an options class; the CLI's and the docs' tables are made from it."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, saved: bool = True) -> Any:
+    """A documented field of an options class; the CLI's and the docs' tables are made from it.
+
+    Of weights, what only quantizing needs is not ``saved`` with the model.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "saved": saved})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

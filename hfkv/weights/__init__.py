@@ -24,7 +24,15 @@ _HOME = {
     "WeightHandle": "linear",
     "WeightOptions": "options",
 }
-__all__ = ["Grid", "GroupedLinear", "QuantizedLinear", "RoundedLinear", "RoundedOptions", "WeightHandle", "WeightOptions"]
+__all__ = [
+    "Grid",
+    "GroupedLinear",
+    "QuantizedLinear",
+    "RoundedLinear",
+    "RoundedOptions",
+    "WeightHandle",
+    "WeightOptions",
+]
 
 
 def __getattr__(name: str) -> Any:

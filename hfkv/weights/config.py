@@ -66,7 +66,9 @@ class WeightConfig(QuantizationConfigMixin):
             raise ValueError(f"skip={skip!r} must be a list of module names, such as ['lm_head']")
         self.backend = backend
         self.skip = None if skip is None else list(skip)
-        self.options: dict[str, Any] = backend_class(backend).Options.parse(options, backend).as_dict()
+        layer_options = backend_class(backend).Options
+        self.options: dict[str, Any] = layer_options.parse(options, backend).given()
+        self._transient: list[str] = layer_options.transient()
         self.layers = _checked_layers(layers or {}, backend, self.options)
 
     def choose(self, override: Mapping[str, Any] | None) -> tuple[type, Any]:
@@ -75,13 +77,14 @@ class WeightConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved."""
+        saved = {name: value for name, value in self.options.items() if name not in self._transient}
         return {
             "quant_method": METHOD,
             "format": FORMAT,
             "backend": self.backend,
             "skip": copy.copy(self.skip),
             "layers": copy.deepcopy(self.layers),
-            **copy.deepcopy(self.options),
+            **copy.deepcopy(saved),
         }
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -115,5 +118,8 @@ def _checked_layers(layers: Mapping[str, Any], backend: str, options: Mapping[st
             continue
         if not isinstance(override, Mapping):
             raise ValueError(f"layers[{key!r}]={override!r} must be a dict of options or {KEEP!r}")
-        _choose(backend, options, override, f"layers[{key!r}]")
+        layer_class, _ = _choose(backend, options, override, f"layers[{key!r}]")
+        refused = [name for name in layer_class.Options.transient() if name in override]  # type: ignore[attr-defined]
+        if refused:
+            raise ValueError(f"layers[{key!r}] has {refused[0]!r}, which is of the whole model: pass it beside layers")
     return {str(key): copy.deepcopy(override) for key, override in layers.items()}

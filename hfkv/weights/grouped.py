@@ -104,6 +104,18 @@ class GroupedLinear(QuantizedLinear):
 
     def encode(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Codes, scale and offset."""
+        codes, scale, offset = self._quantized(weight)
+        if self.grid.numbers is None:
+            codes = pack_codes(torch.nn.functional.pad(codes, (0, -self.in_features % 8)), self.grid.nbits)
+        return {"codes": codes, "scale": scale} | ({} if offset is None else {"offset": offset})
+
+    def approximate(self, weight: torch.Tensor) -> torch.Tensor:
+        """``[out_features, in_features]`` float32: what `decode` would give for a weight; nothing is stored."""
+        codes, scale, offset = self._quantized(weight)
+        return self._scaled(self._numbers(codes), scale, offset)
+
+    def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Codes ``[out_features, in_features]``, one a byte, with scale and offset."""
         rows, group = weight.float(), self.grid.group
         missing = -self.in_features % group
         if missing and not self.grid.per_tensor:
@@ -111,10 +123,7 @@ class GroupedLinear(QuantizedLinear):
             rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1)
         groups = rows.reshape(1, 1, -1) if self.grid.per_tensor else rows.unflatten(1, (-1, group))
         codes, scale, offset = self.quantize(groups)
-        codes = codes.reshape(self.out_features, -1)[:, : self.in_features].contiguous()
-        if self.grid.numbers is None:
-            codes = pack_codes(torch.nn.functional.pad(codes, (0, -self.in_features % 8)), self.grid.nbits)
-        return {"codes": codes, "scale": scale} | ({} if offset is None else {"offset": offset})
+        return codes.reshape(self.out_features, -1)[:, : self.in_features].contiguous(), scale, offset
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, computed in float32 and rounded once."""
@@ -123,7 +132,9 @@ class GroupedLinear(QuantizedLinear):
         step = max(1, CHUNK_ELEMENTS // self.in_features)
         for start in range(0, self.out_features, step):
             rows = slice(start, start + step)
-            result[rows] = self._scaled(self._values(codes[rows]), rows)
+            # a whole tensor has one row of scales
+            scale, *offset = (part if self.grid.per_tensor else part[rows] for part in self._scale_and_offset())
+            result[rows] = self._scaled(self._values(codes[rows]), scale, offset[0] if offset else None)
         return result
 
     def _codes(self) -> torch.Tensor:
@@ -133,29 +144,32 @@ class GroupedLinear(QuantizedLinear):
         return pack_codes(products.from_tiles(self.codes), 4)
 
     def _values(self, codes: torch.Tensor) -> torch.Tensor:
-        """``[rows, in_features]`` float32 in units of the scale."""
-        grid = self.grid
-        if grid.numbers is not None:
-            return codes.float()
-        unpacked = unpack_codes(codes, grid.nbits)[:, : self.in_features]
-        if grid.levels is not None:
-            return torch.tensor(grid.levels, device=codes.device)[unpacked.int()]
-        return unpacked.float() if grid.affine else unpacked.float().sub_(2 ** (grid.nbits - 1))
+        """``[rows, in_features]`` float32 in units of the scale, of codes as they are stored."""
+        if self.grid.numbers is None:
+            codes = unpack_codes(codes, self.grid.nbits)[:, : self.in_features]
+        return self._numbers(codes)
 
-    def _scaled(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
+    def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
+        """``[rows, in_features]`` float32 in units of the scale, of codes that are one a byte."""
+        grid = self.grid
+        if grid.levels is not None:
+            return torch.tensor(grid.levels, device=codes.device)[codes.int()]
+        values = codes.float()
+        return values if grid.affine or grid.numbers is not None else values.sub_(2 ** (grid.nbits - 1))
+
+    def _scaled(self, values: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
         """Multiply by the scales and add the offsets, in place."""
         group = self.in_features if self.grid.per_tensor else self.grid.group
-        rows = slice(None) if self.grid.per_tensor else rows
         whole = self.in_features // group
         parts = [(slice(0, whole * group), slice(0, whole))]
         if whole * group < self.in_features:
             # the last group is shorter
             parts.append((slice(whole * group, None), slice(-1, None)))
         for inputs, part in parts:
-            scale = self.scale[rows, part, None].float()
-            groups = values[:, inputs].unflatten(1, (scale.shape[1], -1)).mul_(scale)
-            if self.grid.affine:
-                groups.add_(self.offset[rows, part, None].float())
+            factor = scale[:, part, None].float()
+            groups = values[:, inputs].unflatten(1, (factor.shape[1], -1)).mul_(factor)
+            if offset is not None:
+                groups.add_(offset[:, part, None].float())
         return values
 
     # the products

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class HFKVWeightQuantizer(HfQuantizer):
     """Registered under ``quant_method="hfkv"``.
 
-    A plain checkpoint: each weight is encoded as it arrives, so that one layer at most is there in full. One of ours:
-    the layers are swapped for empty quantized ones, and transformers fills their tensors.
+    A plain checkpoint: each weight is encoded as it arrives, so that one layer at most is there in full; where a
+    backend looks at the whole model, all of it is loaded first. One of ours: the layers are swapped for empty quantized
+    ones, and transformers fills their tensors.
 
     A saved checkpoint has one tensor more for each quantized layer, ``<layer>.weight`` of one byte: where hfkv is
     missing, transformers skips the quantization, and would leave the missing weights random. The byte has the wrong
@@ -62,9 +63,10 @@ class HFKVWeightQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a weight of the checkpoint is to be encoded."""
+        if self._plan is None or self.pre_quantized or self._plan.whole_model:
+            return False
         name, _, last = param_name.rpartition(".")
-        planned = self._plan is not None and name in self._plan.targets and name not in self._plan.tied
-        return planned and last == "weight" and not self.pre_quantized
+        return last == "weight" and name in self._plan.targets and name not in self._plan.tied
 
     def get_quantize_ops(self) -> Any:
         """The operation that encodes one weight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,6 +36,8 @@ class QuantizedLinear(nn.Module, ABC):
 
     Options: ClassVar[type[WeightOptions]] = WeightOptions
     backend: ClassVar[str]
+    # whether `convert` looks at more than a layer's own weight, and so needs the model loaded
+    whole_model: ClassVar[bool] = False
     bias: nn.Parameter | None
 
     def __init__(
@@ -130,6 +132,21 @@ class QuantizedLinear(nn.Module, ABC):
         )
         layer.store(linear.weight if weight is None else weight)
         return layer.train(linear.training)
+
+    @classmethod
+    def convert(cls, model: nn.Module, targets: Mapping[str, Any]) -> Iterator[tuple[str, Self]]:
+        """The layers that stand for a model's own, each by its name; by default each is made from its own weight.
+
+        A backend that looks at the model first (that calibrates it, say) sets ``whole_model`` and does so here. What it
+        changes must leave the model's function as it is.
+
+        Parameters
+        ----------
+        targets
+            The options of each layer to quantize, by name; all are `nn.Linear`.
+        """
+        for name, options in targets.items():
+            yield name, cls.quantized(model.get_submodule(name), options)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def store(self, weight: torch.Tensor) -> None:

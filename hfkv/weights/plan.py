@@ -34,6 +34,11 @@ class Plan:
     skip: tuple[str, ...]
     tied: frozenset[str]
 
+    @property
+    def whole_model(self) -> bool:
+        """Whether a backend looks at the whole model, which has to be loaded before any layer is quantized."""
+        return any(layer_class.whole_model for layer_class, _ in self.targets.values())
+
 
 def plan(model: PreTrainedModel, config: WeightConfig) -> Plan:
     """Apply a config's rules to a model, which may be on the meta device.

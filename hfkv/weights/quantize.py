@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -55,18 +54,23 @@ def quantize_weights(model: PreTrainedModel, config: WeightConfig) -> PreTrained
 
 
 def resolved(config: WeightConfig, found: Plan) -> WeightConfig:
-    """The config with the modules that were left out by name, so that a later rule cannot choose others."""
-    result = copy.deepcopy(config)
-    result.skip = list(found.skip) if config.skip is None else config.skip
-    return result
+    """The config as it is saved: with the modules that were left out by name, so that no later rule chooses others."""
+    saved = config.to_dict()
+    return WeightConfig(**(saved if config.skip is not None else {**saved, "skip": list(found.skip)}))
 
 
 def replace_all(model: PreTrainedModel, found: Plan) -> None:
     """Put quantized layers in the place of those of a plan that are still plain."""
-    waiting = {name: target for name, target in found.targets.items() if type(model.get_submodule(name)) is nn.Linear}
-    for name, (layer_class, options) in tqdm(waiting.items(), desc="Quantizing weights"):
-        layer = layer_class.quantized(_linear(model, name), options)
-        replace(model, name, layer)
+    waiting = {name: target for name, target in found.targets.items() if type(_loaded(model, name)) is nn.Linear}
+    by_class: dict[type[QuantizedLinear], dict[str, Any]] = {}
+    for name, (layer_class, options) in waiting.items():
+        by_class.setdefault(layer_class, {})[name] = options
+    # those that look at the whole model come first: it is still plain then
+    ordered = sorted(by_class.items(), key=lambda item: not item[0].whole_model)
+    for layer_class, targets in ordered:
+        layers = layer_class.convert(model, targets)
+        for name, layer in tqdm(layers, total=len(targets), desc="Quantizing weights"):
+            replace(model, name, layer)
     split(model, found.tied)
 
 
@@ -76,11 +80,11 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, module)
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
-    linear: Any = model.get_submodule(name)
-    if linear.weight.device.type == "meta":
+def _loaded(model: nn.Module, name: str) -> nn.Module:
+    module: Any = model.get_submodule(name)
+    if type(module) is nn.Linear and module.weight.device.type == "meta":
         raise RuntimeError(f"{name} has no weight to quantize: it was not in the checkpoint, or is offloaded")
-    return linear
+    return module
 
 
 def split(model: PreTrainedModel, tied: frozenset[str]) -> None:

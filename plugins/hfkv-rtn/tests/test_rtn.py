@@ -62,6 +62,7 @@ def test_decoded_weight_is_that_of_a_plain_computation(nbits, symmetric, columns
         torch.testing.assert_close(
             found.decode(torch.float32), plain(layer.weight, nbits, group, symmetric), rtol=0, atol=1e-7
         )
+        assert torch.equal(found.approximate(layer.weight.detach()), found.decode(torch.float32))
     per_tensor = quantized(layer, nbits=nbits, symmetric=symmetric, granularity="tensor")
     expected = plain(layer.weight.reshape(1, -1), nbits, columns * 8, symmetric).view(8, columns)
     torch.testing.assert_close(per_tensor.decode(torch.float32), expected, rtol=0, atol=1e-7)
