@@ -1,0 +1,1 @@
+"""Activation-aware weight quantization for hfkv."""
