@@ -20,6 +20,7 @@ from hfkv.cli.models import load_model
 from hfkv.cli.prompts import long_text
 from hfkv.cli.quality import compare, decode_quality
 from hfkv.cli.settings import PLAIN, Setting, parse_cache
+from hfkv.cli.weights import WeightSetting, parse_weights
 from hfkv.integration import cache_argument
 
 HEADS, HEAD_DIM, LAYERS = 2, 32, 3
@@ -108,6 +109,77 @@ def test_quality_in_the_report_is_that_of_the_cache(folder, model):
     assert eight["kl"] < two["kl"] / 10
 
 
+def test_quantized_weights_compose_with_caches(folder):
+    found = report(folder, "--weights", "rtn-int4:group_size=32", "--cache", "kivi:nbits=8,residual_length=32")
+    assert found["dtype"] == "bfloat16"
+    label = "rtn-int4 group_size=32"
+    rows = found["caches"]
+    assert [item["label"] for item in rows] == [
+        "plain",
+        f"{label} + plain",
+        f"{label} + kivi nbits=8 residual_length=32",
+    ]
+    plain, weights, both = rows
+    # the cache is the same, whatever the weights are
+    assert weights["stored_bytes"] == plain["stored_bytes"] > both["stored_bytes"]
+    model, tokenizer = load_model(folder, "bfloat16")
+    before = hfkv.describe(model).stored_bytes
+    hfkv.quantize_weights(model, hfkv.WeightConfig("rtn", nbits=4, group_size=32))
+    measured = hfkv.describe(model)
+    assert found["weights"] == {
+        "label": label,
+        "bits_per_weight": 4.5,
+        "stored_bytes": measured.stored_bytes,
+        "plain_bytes": before,
+    }
+    input_ids = tokenizer(long_text()[:4000], return_tensors="pt").input_ids[:, :PROMPT]
+    for item, arguments in (
+        (weights, {}),
+        (both, {"cache_implementation": "kivi", "cache_config": {"nbits": 8, "residual_length": 32}}),
+    ):
+        output = model.generate(input_ids, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, **arguments)
+        assert item["text"] == tokenizer.decode(output[0, PROMPT:], skip_special_tokens=True)
+    # what 8 bits of cache cost is nothing beside 4 bits of weights
+    assert both["kl"] == pytest.approx(weights["kl"], rel=0.2)
+    assert weights["kl"] > 1e-4
+
+
+def test_terminal_shows_what_the_weights_take(folder):
+    sizes = ("--prompt-tokens", "100", "--max-new-tokens", "2", "--no-quality")
+    shown = demo(folder, *sizes, "--weights", "rtn-int8", "--cache", "kivi").output
+    assert "rtn-int8 + kivi" in shown
+    assert re.search(r"rtn-int8: 8\.\d+ bits per quantized weight; the model takes \d+ MiB in place of \d+", shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "options", "label"),
+    [
+        ("rtn", "rtn", {}, "rtn"),
+        ("rtn-int4", "rtn", {"nbits": 4}, "rtn-int4"),
+        ("rtn-nf4", "rtn", {"quant_type": "nf4"}, "rtn-nf4"),
+        ("rtn-int3:group_size=64, symmetric=false", "rtn", {"group_size": 64, "symmetric": False, "nbits": 3},
+         "rtn-int3 group_size=64 symmetric=False"),
+        ("rtn:nbits=2", "rtn", {"nbits": 2}, "rtn nbits=2"),
+    ],
+)  # fmt: skip
+def test_weights_are_parsed(text, backend, options, label):
+    assert parse_weights(text) == WeightSetting(backend, options, label)
+    assert parse_weights(text).config() == hfkv.WeightConfig(backend, **options)
+
+
+def test_every_type_of_every_backend_has_a_name():
+    for text in ("bnb-int8", "bnb-nf4", "bnb-fp4", "quanto-float8", "quanto-int2", "hqq-int1", "awq-int3", "awq-int4"):
+        pytest.importorskip({"bnb": "bitsandbytes", "quanto": "optimum.quanto", "hqq": "hqq"}.get(text[:-5], "hfkv"))
+        config = parse_weights(text).config()
+        assert str(config.options["nbits"]) in text or config.options["quant_type"] in text
+
+
+def test_backend_that_reads_a_text_gets_the_tokenizer():
+    tokenizer = object()
+    assert parse_weights("awq-int4").config(tokenizer).options["tokenizer"] is tokenizer
+    assert "tokenizer" not in parse_weights("rtn-int4").config(tokenizer).options
+
+
 def test_terminal_shows_texts_and_the_table(folder):
     shown = demo(folder, "--prompt-tokens", "200", "--max-new-tokens", "4", "--no-quality", "--cache", "kivi").output
     rows = [line.split() for line in shown.splitlines()]
@@ -146,6 +218,11 @@ def test_prompt_comes_from_a_file_or_from_the_command_line(folder, tmp_path):
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--dtype", "float8"], "float8"),
         (["--max-new-tokens", "0"], "max-new-tokens"),
+        (["--weights", "rtm-int4"], "Did you mean 'rtn'?"),
+        (["--weights", "rtn-int5"], "nbits=5 is not supported"),
+        (["--weights", "rtn-fp4"], "quant_type='fp4' is not supported"),
+        (["--weights", "rtn-int4:nbits=3"], "says nbits twice"),
+        (["--weights", ":nbits=3"], "names no weights"),
     ],
 )
 def test_wrong_usage_exits_with_2_before_a_model_is_loaded(arguments, message):

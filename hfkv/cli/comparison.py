@@ -1,10 +1,12 @@
-"""Caches side by side: the same model, the same prompt, the same number of new tokens."""
+"""Caches and weights side by side: the same model, the same prompt, the same number of new tokens."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..weights.quantize import quantize_weights
 from . import models
 from .console import Working, working
 from .measure import Run, generate
 from .prompts import long_text
-from .quality import Quality, compare
-from .settings import PLAIN, Setting
+from .quality import Quality, compare_models
+from .settings import Setting
+from .weights import WeightSetting
 
 # what the quality is measured on: Python's own help, whatever the prompt is
 QUALITY_PREFILL = 1024
@@ -26,6 +30,30 @@ QUALITY_TOKENS = 128
 QUALITY_CHUNK = 16
 # characters of text for so many tokens: no tokenizer in use needs more for prose
 CHARACTERS_PER_TOKEN = 20
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row of the comparison.
+
+    Attributes
+    ----------
+    model
+        The model, whose weights may be quantized.
+    setting
+        The cache to decode from.
+    weights
+        What the quantized weights are called; empty for the model as it is.
+    """
+
+    model: PreTrainedModel
+    setting: Setting
+    weights: str = ""
+
+    @property
+    def label(self) -> str:
+        """What a table calls it."""
+        return " + ".join(filter(None, [self.weights, self.setting.label]))
 
 
 def load(
@@ -41,6 +69,14 @@ def load(
     with working(console, f"loading {source.name}") as line, _no_other_bars():
         model, tokenizer = models.load(source, dtype, line.say)
         return model.to(device), tokenizer, source.name  # type: ignore[arg-type]
+
+
+def quantized(
+    console: Console, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: WeightSetting
+) -> PreTrainedModel:
+    """A copy of the model with quantized weights."""
+    with working(console, f"quantizing the weights: {weights.label}"), _no_other_bars():
+        return quantize_weights(copy.deepcopy(model), weights.config(tokenizer))
 
 
 @contextlib.contextmanager
@@ -79,53 +115,56 @@ def _positions(model: PreTrainedModel) -> int:
 
 def generate_all(
     console: Console,
-    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     input_ids: torch.Tensor,
-    settings: Sequence[Setting],
+    rows: Sequence[Compared],
     new_tokens: int,
     show_text: bool,
 ) -> list[Run]:
-    """One run for each cache, with its text as it comes."""
+    """One run for each row, with its text as it comes."""
     with working(console, "warming up"):
-        for setting in settings:
+        for row in rows:
             # the first call of each loads code and starts threads
-            generate(model, tokenizer, input_ids[:, :256], setting, new_tokens=2)
+            generate(row.model, tokenizer, input_ids[:, :256], row.setting, new_tokens=2)
     runs = []
-    for setting in settings:
+    for row in rows:
         if show_text:
-            console.rule(f"[bold]{escape(setting.label)}[/]", align="left", style="dim")
-        with working(console, f"{setting.label}: reading {input_ids.shape[1]:,} tokens") as line:
-            write = _writer(console, line, show_text, setting)
-            runs.append(generate(model, tokenizer, input_ids, setting, new_tokens, write))
+            console.rule(f"[bold]{escape(row.label)}[/]", align="left", style="dim")
+        with working(console, f"{row.label}: reading {input_ids.shape[1]:,} tokens") as line:
+            write = _writer(console, line, show_text, row.label)
+            runs.append(generate(row.model, tokenizer, input_ids, row.setting, new_tokens, write))
         if show_text:
             console.print("\n")
     return runs
 
 
-def _writer(console: Console, line: Working, show_text: bool, setting: Setting) -> Callable[[str], None]:
+def _writer(console: Console, line: Working, show_text: bool, label: str) -> Callable[[str], None]:
     def write(text: str) -> None:
         if show_text:
             # the spinner's line makes room for the text
             line.stop()
             console.print(text, end="", markup=False, soft_wrap=True)
         else:
-            line.say(f"{setting.label}: generating")
+            line.say(f"{label}: generating")
 
     return write
 
 
 def qualities(
-    console: Console, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Setting]
+    console: Console, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Compared]
 ) -> tuple[list[Quality | None], dict[str, int] | None]:
-    """What each cache costs in quality, None where it cannot be measured; and what it was measured on."""
+    """What each row costs in quality, None where it cannot be measured; and what it was measured on.
+
+    The first row is the reference.
+    """
+    model = rows[0].model
     prefill = min(QUALITY_PREFILL, _positions(model) - QUALITY_TOKENS)
-    reference, *caches = [setting.make(model) for setting in (PLAIN, *settings)]
-    measured = [cache for cache in caches if cache is not None]
-    if prefill < 1 or not measured or reference is None:
-        return [None] * len(settings), None
+    caches = [row.setting.make(row.model) for row in rows]
+    pairs = [(row.model, cache) for row, cache in zip(rows, caches, strict=True) if cache is not None]
+    if prefill < 1 or len(pairs) < 2 or caches[0] is None:
+        return [None] * len(rows), None
     input_ids = encode(tokenizer, model, None, prefill + QUALITY_TOKENS, 0)
     with working(console, f"quality: decoding {QUALITY_TOKENS} given tokens after {prefill:,}"):
-        found = iter(compare(model, input_ids, prefill, reference, measured, QUALITY_CHUNK))
+        found = iter(compare_models(input_ids, prefill, pairs, QUALITY_CHUNK))
     what = {"prefill": prefill, "tokens": QUALITY_TOKENS, "chunk": QUALITY_CHUNK}
-    return [None if cache is None else next(found) for cache in caches], what
+    return [None, *(None if cache is None else next(found) for cache in caches[1:])], what

@@ -1,4 +1,4 @@
-"""``hfkv demo``: a real model with the plain cache and with kivi, side by side."""
+"""``hfkv demo``: a real model with the plain cache and with kivi, side by side; with quantized weights too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .. import registry
 from ..specs import CacheSpec
 from .models import DEFAULT, DType
 from .settings import PLAIN, Setting, parse_cache
+from .weights import WeightSetting, parse_weights
 
 CACHES = ("kivi:nbits=4", "kivi:nbits=2")
 PROMPT_TOKENS = 2100
@@ -50,9 +51,22 @@ def main(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An option of all these caches; may be repeated."),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WEIGHTS",
+            help="The same with quantized weights: NAME or NAME-TYPE, such as rtn-int4 or bnb-nf4, with "
+            ":key=value,key=value for its options.",
+        ),
+    ] = None,
     dtype: Annotated[
-        DType, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16 or auto, the checkpoint's own.")
-    ] = DType.FLOAT32,
+        DType | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="float32, bfloat16, float16 or auto, the checkpoint's own. By default float32, and bfloat16 with "
+            "--weights, whose fast products are of it.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the model runs.")] = "cpu",
     no_quality: Annotated[
         bool, typer.Option("--no-quality", help="Do not measure what each cache costs in quality.")
@@ -61,6 +75,8 @@ def main(
 ) -> None:
     """Generate from a long prompt with the plain cache and with others; compare speed, bytes and quality."""
     settings = _settings(cache or (), option or ())
+    quantized = _weights(weights)
+    dtype = dtype or (DType.FLOAT32 if quantized is None else DType.BFLOAT16)
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("pass one of --prompt and --prompt-file", param_hint="--prompt-file")
     text = prompt_file.read_text(encoding="utf-8") if prompt_file is not None else prompt
@@ -74,9 +90,10 @@ def main(
     # with --json, stdout is the report's alone
     console = Console(highlight=False, file=sys.stderr if as_json else sys.stdout)
     with working(console, "importing torch and transformers"):
+        from ..weights.report import describe
         from . import comparison
-        from .report import about, entry, introduce, show
-    _check(settings)
+        from .report import about, entry, introduce, show, weights_entry
+    _check(settings, quantized)
     loaded, tokenizer, name = comparison.load(console, model, gguf_file, dtype.value, device)
     if text is None and prompt_tokens is None:
         prompt_tokens = PROMPT_TOKENS
@@ -84,15 +101,19 @@ def main(
     report = about(loaded, name, input_ids.shape[1], max_new_tokens)
     if not as_json:
         introduce(console, report, str(tokenizer.decode(input_ids[0, -32:])))
-    compared = [PLAIN, *settings]
-    runs = comparison.generate_all(
-        console, loaded, tokenizer, input_ids, compared, max_new_tokens, show_text=not as_json
-    )
-    costs: list[Any] = [None] * len(settings)
+    rows = [comparison.Compared(loaded, PLAIN)]
+    if quantized is None:
+        rows += [comparison.Compared(loaded, setting) for setting in settings]
+    else:
+        small = comparison.quantized(console, loaded, tokenizer, quantized)
+        rows += [comparison.Compared(small, setting, quantized.label) for setting in (PLAIN, *settings)]
+        report["weights"] = weights_entry(quantized.label, describe(small), loaded)
+    runs = comparison.generate_all(console, tokenizer, input_ids, rows, max_new_tokens, show_text=not as_json)
+    costs: list[Any] = [None] * len(rows)
     if not no_quality:
-        costs, report["quality"] = comparison.qualities(console, loaded, tokenizer, settings)
-    for setting, run, cost in zip(compared, runs, [None, *costs], strict=True):
-        report["caches"].append(entry(setting, run, runs[0], cost))
+        costs, report["quality"] = comparison.qualities(console, tokenizer, rows)
+    for row, run, cost in zip(rows, runs, costs, strict=True):
+        report["caches"].append(entry(row, run, runs[0], cost))
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -113,9 +134,21 @@ def _settings(caches: Sequence[str], options: Sequence[str]) -> list[Setting]:
     return settings
 
 
-def _check(settings: Sequence[Setting]) -> None:
+def _weights(text: str | None) -> WeightSetting | None:
+    try:
+        return None if text is None else parse_weights(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--weights") from error
+
+
+def _check(settings: Sequence[Setting], weights: WeightSetting | None) -> None:
     for setting in settings:
         try:
             setting.check()
         except (ValueError, TypeError) as error:
             raise typer.BadParameter(str(error), param_hint="--cache") from error
+    try:
+        if weights is not None:
+            weights.config()
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error), param_hint="--weights") from error

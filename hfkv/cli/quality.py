@@ -67,18 +67,26 @@ def compare(
     chunk: int = 16,
 ) -> list[Quality]:
     """`decode_quality` for several caches; all decode in step, so only one chunk's predictions are held."""
+    return compare_models(input_ids, prefill, [(model, cache) for cache in (reference, *caches)], chunk)
+
+
+def compare_models(
+    input_ids: torch.Tensor, prefill: int, pairs: Sequence[tuple[PreTrainedModel, Cache]], chunk: int = 16
+) -> list[Quality]:
+    """`compare` for models, each with its cache; the first pair is the reference."""
     tokens = input_ids.shape[1]
     if not 0 < prefill < tokens:
         raise ValueError(f"prefill={prefill} must leave tokens to decode: there are {tokens}")
-    kl = [0.0] * len(caches)
-    same = [0] * len(caches)
-    runs = [log_probabilities(model, input_ids, prefill, cache, chunk) for cache in (reference, *caches)]
+    count = len(pairs) - 1
+    kl = [0.0] * count
+    same = [0] * count
+    runs = [log_probabilities(model, input_ids, prefill, cache, chunk) for model, cache in pairs]
     for expected, *others in zip(*runs, strict=True):
         for index, actual in enumerate(others):
             kl[index] += float((expected.exp() * (expected - actual)).sum())
             same[index] += int((expected.argmax(-1) == actual.argmax(-1)).sum())
-    count = input_ids.shape[0] * (tokens - prefill)
-    return [Quality(kl[index] / count, same[index] / count) for index in range(len(caches))]
+    decoded = input_ids.shape[0] * (tokens - prefill)
+    return [Quality(kl[index] / decoded, same[index] / decoded) for index in range(count)]
 
 
 def log_probabilities(

@@ -12,9 +12,10 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from .. import __version__
+from ..weights.report import WeightReport, describe
+from .comparison import Compared
 from .measure import Run
 from .quality import Quality
-from .settings import Setting
 
 
 def about(model: PreTrainedModel, name: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
@@ -27,17 +28,29 @@ def about(model: PreTrainedModel, name: str, prompt_tokens: int, new_tokens: int
         "versions": {"hfkv": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
+        "weights": None,
         "quality": None,
         "caches": [],
     }
 
 
-def entry(setting: Setting, run: Run, plain: Run, quality: Quality | None) -> dict[str, Any]:
-    """One cache's part of the report."""
+def weights_entry(label: str, report: WeightReport, plain: PreTrainedModel) -> dict[str, Any]:
+    """What is said of quantized weights: their bytes, and those of the model as it was."""
     return {
-        "cache": setting.name,
-        "options": setting.options,
-        "label": setting.label,
+        "label": label,
+        "bits_per_weight": report.bits_per_weight,
+        "stored_bytes": report.stored_bytes,
+        "plain_bytes": describe(plain).stored_bytes,
+    }
+
+
+def entry(compared: Compared, run: Run, plain: Run, quality: Quality | None) -> dict[str, Any]:
+    """One row's part of the report."""
+    return {
+        "weights": compared.weights or None,
+        "cache": compared.setting.name,
+        "options": compared.setting.options,
+        "label": compared.label,
         "kernel": run.kernel,
         "tokens_per_second": run.tokens_per_second,
         "seconds_to_first_token": run.seconds_to_first_token,
@@ -61,7 +74,7 @@ def introduce(console: Console, report: dict[str, Any], end_of_prompt: str) -> N
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the table, a row for each cache and the plain one first, and what its columns mean."""
     table = Table(header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column("\ncache", overflow="fold")
+    table.add_column("\nweights + cache" if report["weights"] else "\ncache", overflow="fold")
     for header in ("\ntokens/s", "first\ntoken", "\nstored", "bits per\nelement", "\nratio", "\nKL", "same\ntop 1"):
         table.add_column(header, justify="right", no_wrap=True)
     for item in report["caches"]:
@@ -88,6 +101,14 @@ def _notes(report: dict[str, Any]) -> list[str]:
         "tokens/s: after the first token. One warm-up call of each is not counted.",
         "stored: keys and values at the end. ratio: plain's bytes to this cache's.",
     ]
+    weights = report["weights"]
+    if weights:
+        notes.append(
+            "{label}: {bits_per_weight:.3f} bits per quantized weight; the model takes {now:.0f} MiB in place of "
+            "{before:.0f}.".format(
+                **weights, now=weights["stored_bytes"] / 2**20, before=weights["plain_bytes"] / 2**20
+            )
+        )
     if report["quality"]:
         notes.append(
             "KL, same top 1: to plain, decoding {tokens} given tokens after {prefill:,}, {chunk} at a time.".format(

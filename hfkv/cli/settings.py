@@ -105,11 +105,23 @@ def parse_cache(text: str, shared: Iterable[str] = ()) -> Setting:
         setting = _read(Path(text))
         name, options, title = setting.name, setting.options, setting.title
     else:
-        name, _, own = text.partition(":")
-        if not name:
-            raise ValueError(f"{text!r} names no cache; write NAME or NAME:key=value,key=value")
-        options, title = dict(parse_option(part) for part in _split(own) if part), ""
-    return Setting(name.strip(), dict(parse_option(part) for part in shared) | options, title)
+        name, options = parse_setting(text, "cache")
+        title = ""
+    return Setting(name, dict(parse_option(part) for part in shared) | options, title)
+
+
+def parse_setting(text: str, kind: str) -> tuple[str, dict[str, Any]]:
+    """``NAME:key=value,key=value``: the name and the options.
+
+    Parameters
+    ----------
+    kind
+        What is named, for the message.
+    """
+    name, _, own = text.partition(":")
+    if not name:
+        raise ValueError(f"{text!r} names no {kind}; write NAME or NAME:key=value,key=value")
+    return name.strip(), dict(parse_option(part) for part in _split(own) if part)
 
 
 def _read(path: Path) -> Setting:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hfkv.cli.models import DEFAULT
+from hfkv.cli.weights import parse_weights
 
 from . import options
 from .output import check_report, console, finish
@@ -30,8 +31,8 @@ def main(
         list[str] | None,
         typer.Option(
             metavar="WEIGHTS",
-            help="The same model with quantized weights, NAME or NAME:key=value,key=value, on the plain cache; "
-            "may be repeated.",
+            help="The same model with quantized weights, NAME or NAME-TYPE (rtn-int4, bnb-nf4) or either with "
+            ":key=value,key=value, on the plain cache; may be repeated.",
         ),
     ] = None,
     part: Annotated[
@@ -76,6 +77,7 @@ def main(
     check_report(report)
     settings = options.settings(cache or (() if weights else CACHES))
 
+    given = [parse_weights(name) for name in weights or ()]
     out = console(as_json)
     from hfkv.cli.console import working
 
@@ -83,8 +85,9 @@ def main(
         from hfkv.cli import comparison
 
         from . import text as texts
-        from .quantized import parse_weights
-    given = [parse_weights(name) for name in weights or ()]
+    for found in given:
+        # wrong options are refused before a model is loaded
+        found.config()
     content = texts.read(text, dataset, field)
     loaded, tokenizer, name = comparison.load(out, model, gguf_file, dtype.value, device)
     if study is not None:
@@ -97,7 +100,7 @@ def main(
     from .quantized import with_weights
 
     chosen = EvalOptions(parts=tuple(part or PARTS), new_tokens=new_tokens, **sizes)
-    compared = [*candidates(loaded, settings), *(with_weights(loaded, *each) for each in given)]
+    compared = [*candidates(loaded, settings), *(with_weights(loaded, tokenizer, each) for each in given)]
     with steps(out, count_steps(chosen, len(compared))) as bar:
         results = evaluate(compared, tokenizer, content.content, chosen, bar)
     finish(out, page(results, chosen, made_with(loaded, name, content.source)), as_json=as_json, report=report)

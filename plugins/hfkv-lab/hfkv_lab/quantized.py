@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel
 
 import hfkv
-from hfkv.cli.settings import parse_cache
+from hfkv.cli.weights import WeightSetting
 
 from .candidates import Candidate
 
 
-def parse_weights(text: str) -> tuple[str, hfkv.WeightConfig]:
-    """``NAME`` or ``NAME:key=value,key=value``: what a table calls it, and the config; errors as of the config."""
-    setting = parse_cache(text)
-    return f"weights {setting.label}", hfkv.WeightConfig(setting.name, **setting.options)
-
-
-def with_weights(model: PreTrainedModel, label: str, config: hfkv.WeightConfig) -> Candidate:
+def with_weights(model: PreTrainedModel, tokenizer: Any, weights: WeightSetting) -> Candidate:
     """A copy of a model with its weights quantized, decoding from the plain cache."""
-    quantized = hfkv.quantize_weights(copy.deepcopy(model), config)
-    return Candidate(label, quantized, partial(DynamicCache, config=quantized.config.get_text_config(decoder=True)))
+    quantized = hfkv.quantize_weights(copy.deepcopy(model), weights.config(tokenizer))
+    make_cache = partial(DynamicCache, config=quantized.config.get_text_config(decoder=True))
+    return Candidate(f"weights {weights.label}", quantized, make_cache)
