@@ -86,7 +86,7 @@ ABOUT = (
     "matrices; awq has none, since it scales the matrices before it rounds them. KL is from the unquantized model's "
     "next-token distribution, in nats; top 1 is how often the likeliest token is the same. awq was calibrated on 4,096 "
     "tokens of the second half of that text. Speed: one token with no context in bfloat16, the median of calls in "
-    "turns. Load and save: once each, a folder on the local disk. Round trip is the largest difference of a logit after "
+    "turns. Load and save: once each, on the local disk. Round trip is the largest difference of a logit after "
     "saving in shards of 30 MB, moving the folder and loading it, in another process. On {machine}."
 )
 MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3-270m": "Gemma-3-270M"}

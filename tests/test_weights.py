@@ -252,6 +252,44 @@ def test_importing_hfkv_and_transformers_loads_no_backend():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("rtn", {"nbits": 4, "group_size": 32}),
+        ("awq", {"nbits": 3, "group_size": 32, "outlier_features": 2, "calibration_ids": IDS}),
+        ("hqq", {"nbits": 4}),
+        ("bnb", {"nbits": 4}),
+    ],
+)
+def test_weights_cache_and_assistant_compose(backend, options, dtype):
+    """Every token is one that the decoded weights would choose, given those before it."""
+    if backend in ("hqq", "bnb"):
+        pytest.importorskip({"hqq": "hqq", "bnb": "bitsandbytes"}[backend])
+    model = hfkv.quantize_weights(small_model(dtype), hfkv.WeightConfig(backend, **options))
+    ids = torch.tensor([IDS[0] * 3])
+    plain = model.generate(ids, max_new_tokens=24, do_sample=False)
+    drafts = {"texts": [plain[0].tolist()], "num_assistant_tokens_schedule": "constant"}
+    output = model.generate(
+        ids,
+        max_new_tokens=24,
+        do_sample=False,
+        cache_implementation="kivi",
+        cache_config={"nbits": 8, "group_size": 8, "residual_length": 8},
+        return_dict_in_generate=True,
+        **hfkv.assistant("lookup", model, **drafts),
+    )
+    assert hfkv.memory(output).packed_bytes > 0
+    assert hfkv.stats(output).accepted > 0
+    sequences = output.sequences
+    assert sequences.shape[1] == ids.shape[1] + 24
+    with torch.no_grad():
+        scores = copy.deepcopy(model).dequantize()(sequences).logits[0, ids.shape[1] - 1 : -1].float()
+    chosen = scores.gather(1, sequences[0, ids.shape[1] :, None])[:, 0]
+    # a near-tie may fall either way
+    assert ((scores.amax(1) - chosen) / scores.std(1)).max() < (0.02 if dtype == torch.float32 else 0.15)
+
+
 def test_generate_takes_quantized_weights_and_a_quantized_cache():
     model = hfkv.quantize_weights(small_model(), hfkv.WeightConfig("rtn", nbits=8, granularity="row"))
     ids = torch.tensor(IDS)

@@ -56,7 +56,8 @@ class GroupedLinear(QuantizedLinear):
 
     Stored: ``codes`` ``[out_features, row_bytes]`` uint8 or ``[out_features, in_features]`` of the grid's ``numbers``;
     ``scale`` and for affine grids ``offset`` ``[rows, groups]`` float16, where a whole tensor has one row. On a CPU
-    that has a 4-bit product, 4-bit codes lie in its tiles once it was used; they are saved as they were.
+    that has a 4-bit product, uniform codes of 4 bits and fewer lie in its tiles once it was used, in 4 bits each; they
+    are saved as they were.
     """
 
     codes: torch.Tensor
@@ -106,7 +107,7 @@ class GroupedLinear(QuantizedLinear):
         """Codes, scale and offset."""
         codes, scale, offset = self._quantized(weight)
         if self.grid.numbers is None:
-            codes = pack_codes(torch.nn.functional.pad(codes, (0, -self.in_features % 8)), self.grid.nbits)
+            codes = self._packed(codes)
         return {"codes": codes, "scale": scale} | ({} if offset is None else {"offset": offset})
 
     def approximate(self, weight: torch.Tensor) -> torch.Tensor:
@@ -141,12 +142,20 @@ class GroupedLinear(QuantizedLinear):
         """The codes as they are saved."""
         if self.codes.dim() == 2:
             return self.codes
-        return pack_codes(products.from_tiles(self.codes), 4)
+        return self._packed(products.from_tiles(self.codes))
+
+    def _packed(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes ``[outputs, inputs]``, one a byte, as they are saved."""
+        return pack_codes(torch.nn.functional.pad(codes, (0, -self.in_features % 8)), self.grid.nbits)
+
+    def _unpacked(self, codes: torch.Tensor) -> torch.Tensor:
+        """The inverse of `_packed`."""
+        return unpack_codes(codes, self.grid.nbits)[:, : self.in_features]
 
     def _values(self, codes: torch.Tensor) -> torch.Tensor:
         """``[rows, in_features]`` float32 in units of the scale, of codes as they are stored."""
         if self.grid.numbers is None:
-            codes = unpack_codes(codes, self.grid.nbits)[:, : self.in_features]
+            codes = self._unpacked(codes)
         return self._numbers(codes)
 
     def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
@@ -180,7 +189,8 @@ class GroupedLinear(QuantizedLinear):
         grid = self.grid
         if grid.numbers is torch.int8 and (grid.per_tensor or grid.group >= self.in_features) and not grid.affine:
             return "int8"
-        uniform = grid.nbits == 4 and grid.levels is None and grid.numbers is None
+        # fewer bits than 4 take more room in the product's tiles, and are a tenth as fast without it
+        uniform = grid.nbits <= 4 and grid.levels is None and grid.numbers is None
         size = products.int4_group(self._span, self.in_features)
         if uniform and size and self.out_features % products.TILE == 0 and products.has_int4():
             return "int4"
@@ -202,15 +212,17 @@ class GroupedLinear(QuantizedLinear):
         if self._product == "int8":
             return products.int8(states, self.codes, self._scales(self._int8_scales))
         if self.codes.dim() == 2:
-            self.codes = products.tiles(unpack_codes(self.codes, 4))
+            self.codes = products.tiles(self._unpacked(self.codes))
         return products.int4(states, self.codes, self._scales(self._int4_scales))
 
     def _int8_scales(self) -> torch.Tensor:
         return self.scale.flatten().expand(self.out_features).to(products.DTYPE)
 
     def _int4_scales(self) -> torch.Tensor:
-        scales = [part.expand(self.out_features, -1) for part in self._scale_and_offset()]
-        return products.int4_scales(scales[0], scales[1] if self.grid.affine else None, self._span, self.in_features)
+        scale, *offset = (part.float().expand(self.out_features, -1) for part in self._scale_and_offset())
+        # a symmetric grid counts from its middle
+        start = offset[0] if offset else -(2 ** (self.grid.nbits - 1)) * scale
+        return products.int4_scales(scale, start, self._span, self.in_features)
 
     def _scale_and_offset(self) -> list[torch.Tensor]:
         return [self.scale, self.offset] if self.grid.affine else [self.scale]
@@ -226,8 +238,10 @@ class GroupedLinear(QuantizedLinear):
     def path(self) -> str:
         """Which product computes few rows."""
         decoded = "decoded for each call"
-        if self._product is None or self.codes.device.type != "cpu":
+        if self.codes.device.type != "cpu":
             return decoded
+        if self._product is None:
+            return f"{decoded}, slowly: torch has no CPU product for these codes or this shape"
         limit = products.INT8_ROWS if self._product == "int8" else products.INT4_ROWS
         return f"torch's {self._product} product up to {limit} rows of bfloat16, otherwise {decoded}"
 

@@ -153,8 +153,11 @@ def test_error_falls_with_bits_and_with_smaller_groups():
         ({"nbits": 4, "granularity": "row"}, "int4"),
         ({"nbits": 4, "granularity": "tensor"}, "int4"),
         ({"nbits": 4, "symmetric": False}, "int4"),
+        ({"nbits": 3}, "int4"),
+        ({"nbits": 3, "symmetric": False, "group_size": 64}, "int4"),
+        ({"nbits": 2, "granularity": "row"}, "int4"),
+        ({"nbits": 2, "symmetric": False, "group_size": 32}, "int4"),
         ({"nbits": 8}, None),
-        ({"nbits": 3}, None),
         ({"quant_type": "nf4"}, None),
     ],
 )
@@ -186,6 +189,23 @@ def test_few_rows_of_bfloat16_take_the_product_of_torch(options, product):
     again.load_state_dict(found.state_dict())
     assert torch.equal(again.decode(torch.float32), weight)
     assert torch.equal(found.to("cpu", torch.float16).decode(torch.float32), weight)
+
+
+@pytest.mark.parametrize("nbits", [2, 3])
+def test_fewer_bits_take_4_in_memory_once_they_were_used_and_their_own_in_the_file(nbits):
+    layer = quantized(linear(256, 128).bfloat16(), nbits=nbits, group_size=64)
+    saved = layer.state_dict()["codes"].clone()
+    with torch.no_grad():
+        layer(torch.randn(1, 256).bfloat16())
+    assert layer.codes.nbytes == 128 * 256 * (4 if products.has_int4() else nbits) // 8
+    assert hfkv.describe(nn.Sequential(layer)).packed_bytes == sum(buffer.nbytes for buffer in layer.buffers())
+    assert torch.equal(layer.state_dict()["codes"], saved)
+    assert saved.nbytes == 128 * 256 * nbits // 8
+
+
+def test_path_says_where_a_token_is_decoded_slowly():
+    assert "slowly" in quantized(linear(256, 128), quant_type="nf4").path()
+    assert "slowly" not in quantized(linear(256, 128), nbits=3).to("meta").path()
 
 
 def test_4_bit_codes_lie_in_the_tiles_of_the_product_in_as_many_bytes():
