@@ -185,3 +185,10 @@ def test_quantize_weights(model_folder):
     assert "4.250 bits per weight" in output
     assert "the same logits: True" in output
     assert "16 tokens" in output
+
+
+def test_calibrated_weights_diverge_less_at_the_same_bits(model_folder):
+    found = re.findall(r"(\w+): 3\.50 bits per weight, divergence ([\d.]+)", run("calibrated_weights", model_folder))
+    (plain, aware) = (float(value) for _, value in found)
+    assert [name for name, _ in found] == ["rtn", "awq"]
+    assert aware < 0.75 * plain

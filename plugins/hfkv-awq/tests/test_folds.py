@@ -113,9 +113,8 @@ def test_what_is_left_out_stays_as_it_is(options, unscaled):
         copy.deepcopy(plain), hfkv.WeightConfig("awq", group_size=16, calibration_ids=TEXT, **options)
     )
     for name, module in model.named_modules():
-        weight = dict(plain.named_parameters()).get(f"{name}.weight")
         if type(module) is torch.nn.Linear or (name.rpartition(".")[2] in unscaled and "norm" in name):
-            assert torch.equal(module.weight, weight), name
+            assert torch.equal(module.weight, plain.get_submodule(name).weight), name
     # the other part of the layer is scaled
     other = "post_attention_layernorm" if "input_layernorm" in unscaled else "input_layernorm"
     for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
