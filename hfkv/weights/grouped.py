@@ -142,7 +142,7 @@ class GroupedLinear(QuantizedLinear):
         """The codes as they are saved."""
         if self.codes.dim() == 2:
             return self.codes
-        return self._packed(products.from_tiles(self.codes))
+        return self._packed(products.from_tiles(self.codes) - self._shift)
 
     def _packed(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes ``[outputs, inputs]``, one a byte, as they are saved."""
@@ -197,6 +197,11 @@ class GroupedLinear(QuantizedLinear):
         return None
 
     @property
+    def _shift(self) -> int:
+        """What is added to codes in the product's tiles, so that the middle of the grid is the product's."""
+        return 8 - 2 ** (self.grid.nbits - 1)
+
+    @property
     def _span(self) -> int:
         return self.in_features if self.grid.per_tensor else min(self.grid.group, self.in_features)
 
@@ -212,7 +217,7 @@ class GroupedLinear(QuantizedLinear):
         if self._product == "int8":
             return products.int8(states, self.codes, self._scales(self._int8_scales))
         if self.codes.dim() == 2:
-            self.codes = products.tiles(self._unpacked(self.codes))
+            self.codes = products.tiles(self._unpacked(self.codes) + self._shift)
         return products.int4(states, self.codes, self._scales(self._int4_scales))
 
     def _int8_scales(self) -> torch.Tensor:
@@ -221,8 +226,8 @@ class GroupedLinear(QuantizedLinear):
     def _int4_scales(self) -> torch.Tensor:
         scale, *offset = (part.float().expand(self.out_features, -1) for part in self._scale_and_offset())
         # a symmetric grid counts from its middle
-        start = offset[0] if offset else -(2 ** (self.grid.nbits - 1)) * scale
-        return products.int4_scales(scale, start, self._span, self.in_features)
+        middle = offset[0] + 2 ** (self.grid.nbits - 1) * scale if offset else torch.zeros_like(scale)
+        return products.int4_scales(scale, middle, self._span, self.in_features)
 
     def _scale_and_offset(self) -> list[torch.Tensor]:
         return [self.scale, self.offset] if self.grid.affine else [self.scale]

@@ -59,14 +59,14 @@ def int4_group(group: int, inputs: int) -> int | None:
     return next((size for size in GROUPS if group % size == 0 and inputs % size == 0), None)
 
 
-def int4_scales(scale: torch.Tensor, offset: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
-    """``[inputs / size, outputs, 2]``: what the product takes for numbers ``code * scale + offset``.
+def int4_scales(scale: torch.Tensor, middle: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
+    """``[inputs / size, outputs, 2]``: what the product takes for numbers ``(code - 8) * scale + middle``.
 
-    It computes ``(code - 8) * scale + middle``. Both are ``[outputs, groups]`` float32.
+    Both are ``[outputs, groups]`` float32.
     """
     size = int4_group(group, inputs)
     assert size is not None
-    pairs = torch.stack([scale, offset + 8 * scale], dim=-1)
+    pairs = torch.stack([scale, middle], dim=-1)
     return pairs.repeat_interleave(group // size, dim=1)[:, : inputs // size].transpose(0, 1).to(DTYPE).contiguous()
 
 
