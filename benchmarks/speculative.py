@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -75,6 +76,7 @@ class Case:
     """A model, a tokenizer, and how long to decode."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
         self.model, self.tokenizer = load_model(options.model, options.dtype)
         self.model.eval()
         self.new_tokens = options.new_tokens
@@ -105,6 +107,24 @@ class Case:
     def wanted(self, name: str) -> bool:
         """Whether ``--only`` asks for a row."""
         return self.only in name
+
+    def new_text(self, output: torch.Tensor) -> torch.Tensor:
+        """What was decoded ``[rows, tokens]``."""
+        return output[:, -self.new_tokens :]
+
+    def choices(self, inputs: dict[str, Any], **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The plain text ``[rows, tokens]``, and the two best logits of each of its tokens ``[rows, tokens, 2]``."""
+        output = self.generate(inputs, **arguments, return_dict_in_generate=True, output_scores=True)
+        return self.new_text(output.sequences), torch.stack(output.scores, dim=1).float().topk(2, dim=-1).values
+
+    def assistant(self, name: str) -> dict[str, Any]:
+        """An assistant that always drafts four tokens."""
+        options: dict[str, Any] = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+        if name == "model":
+            # weights of its own: they differ from the model's by what int4 loses
+            draft, _ = load_model(self.options.model, self.options.dtype)
+            options["assistant_model"] = hfkv.quantize_weights(draft.eval(), hfkv.WeightConfig("rtn", nbits=4))
+        return hfkv.assistant(name, self.model, **options)
 
     def compare(
         self, inputs: dict[str, Any], assisted: dict[str, Any], cache: dict[str, Any] | None = None
@@ -146,6 +166,7 @@ def row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+ASSISTANTS = ("lookup", "model", "self-kv", "self-weights", "early-exit")
 COLUMNS = {
     "what": "Draft",
     "accepted": "Accepted, %",
@@ -156,6 +177,9 @@ COLUMNS = {
     "speedup": "Speed-up, median",
     "worst": "Speed-up, least",
     "same": "Same text, %",
+    "prompts": "Prompts",
+    "identical": "Identical texts",
+    "gap": "Largest gap of the two best logits where texts part",
 }
 
 
@@ -215,26 +239,75 @@ def wrong(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def identity(case: Case) -> Iterator[dict[str, Any]]:
-    """Greedy text of every assistant on every cache, against the same cache without one."""
+    """Greedy text of every assistant on every cache, against the same cache without one.
+
+    Where they part, the plain text's two best logits say how near to a tie the model was.
+    """
     caches: dict[str, dict[str, Any]] = {
         "plain": {},
         "kivi, 8 bit": {"cache_implementation": "kivi", "cache_config": {"nbits": 8, "residual_length": 32}},
         "sink": {"cache_implementation": "sink", "cache_config": {"window_length": 64}},
     }
-    always = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-    draft, _ = load_model("smollm2", "bfloat16")
-    assistants = {
-        "lookup": hfkv.assistant("lookup", case.model, **always),
-        "model": hfkv.assistant("model", case.model, assistant_model=draft.eval(), **always),
-        **{name: hfkv.assistant(name, case.model, **always) for name in ("self-kv", "self-weights", "early-exit")},
-    }
-    prompts = [case.passage(96, 120 * place) for place in range(min(50, case.prompts))]
+    each = [case.passage(64, 120 * place)["input_ids"] for place in range(min(50, case.prompts))]
+    prompts = [{"input_ids": rows} for rows in torch.cat(each).split(case.options.rows)]
     for cache, arguments in caches.items():
-        for name, assisted in assistants.items():
-            if case.wanted(f"{name} on {cache}"):
-                yield row(f"{name} on {cache}", [case.compare(prompt, assisted, arguments) for prompt in prompts])
+        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name in ASSISTANTS:
+            if not case.wanted(f"{name} on {cache}"):
+                continue
+            plain = plain or [case.choices(prompt, **arguments) for prompt in prompts]
+            assisted = case.assistant(name)
+            texts = [case.generate(prompt, **arguments, **assisted) for prompt in prompts]
+            apart = [
+                parting(*row)
+                for text, expected in zip(texts, plain, strict=True)
+                for row in zip(case.new_text(text), *expected, strict=True)
+            ]
+            gaps = [gap for gap in apart if gap is not None]
+            stats = [hfkv.stats(text) for text in texts]
+            examined = sum(s.examined for s in stats)
+            yield {
+                "what": f"{name} on {cache}",
+                "prompts": len(each),
+                "identical": len(each) - len(gaps),
+                "gap": round(max(gaps), 6) if gaps else "-",
+                "accepted": round(100 * sum(s.accepted for s in stats) / examined, 1) if examined else "-",
+                "examined": examined,
+            }
 
 
+def parting(text: torch.Tensor, plain: torch.Tensor, best: torch.Tensor) -> float | None:
+    """By how much the plain text preferred its token where the other text first differs; None where none does.
+
+    ``best`` are the plain text's two best logits at each place ``[tokens, 2]``.
+    """
+    places = (text != plain).nonzero()
+    return float(best[places[0, 0], 0] - best[places[0, 0], 1]) if len(places) else None
+
+
+DEFAULTS: dict[str, Any] = {"dtype": "bfloat16", "new_tokens": 128, "turns": 1, "prompts": 50, "rows": 1}
+TIMED = (
+    "bfloat16 on two cores of a CPU, greedy; each prompt is decoded plainly and with the assistant in turns. "
+    "Accepted are of the examined tokens: up to and with the first rejected one of a draft. The speed-up is of the "
+    "whole call, the prompt included."
+)
+TITLES = {
+    "lookup": ("Speculation with lookup", TIMED),
+    "drafts": (
+        "Weights and caches in fewer bits as drafts",
+        f"Four tokens at a time, always, after 500 tokens; {TIMED}",
+    ),
+    "lengths": (
+        "Draft lengths: predicted and measured",
+        f"Expected is (1 - a^(g+1)) / (1 - a) with the row's own acceptance a. {TIMED}",
+    ),
+    "wrong": ("A draft model of random weights", TIMED),
+    "identity": (
+        "Greedy identity with assistants",
+        "Texts after 64 tokens of prompt, with four drafts always, against the same cache without an assistant. Where "
+        "two texts part, the gap is by how much the plain one preferred its token, in logits.",
+    ),
+}
 STUDIES: dict[str, Callable[[Case], Iterator[dict[str, Any]]]] = {
     "lookup": lookup,
     "drafts": drafts,
@@ -244,21 +317,52 @@ STUDIES: dict[str, Callable[[Case], Iterator[dict[str, Any]]]] = {
 }
 
 
+def save(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write a table for the docs; rows of other names that are there already stay."""
+    title, about = TITLES[options.study]
+    if options.save.exists():
+        names = {row["what"] for row in rows}
+        rows = [row for row in json.loads(options.save.read_text())["rows"] if row["what"] not in names] + rows
+    asked = "".join(
+        f" --{name.replace('_', '-')} {value}"
+        for name, value in vars(options).items()
+        if name in ("dtype", "new_tokens", "turns", "prompts", "rows") and value != DEFAULTS[name]
+    )
+    table = {
+        "title": f"{title} on {options.model}",
+        "plugins": ["speculative"],
+        "about": about,
+        "command": f"python benchmarks/speculative.py {options.study}{asked}",
+        "versions": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
+        "columns": {key: COLUMNS[key] for key in rows[0]},
+        "rows": rows,
+    }
+    options.save.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, an ID or a folder")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=DEFAULTS["dtype"])
+    parser.add_argument("--new-tokens", type=int, default=DEFAULTS["new_tokens"])
+    parser.add_argument("--turns", type=int, default=DEFAULTS["turns"])
     parser.add_argument("--only", default="", help="rows whose name has this text")
-    parser.add_argument("--prompts", type=int, default=50, help="at most so many prompts a row")
+    parser.add_argument("--prompts", type=int, default=DEFAULTS["prompts"], help="at most so many prompts a row")
+    parser.add_argument(
+        "--rows", type=int, default=DEFAULTS["rows"], help="identity: prompts that are decoded as one batch"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--save", type=Path, help="write the rows to this file, in place of those of the same names")
     options = parser.parse_args()
     case = Case(options)
     case.generate(case.chat("Hello."))
+    rows = []
     for found in STUDIES[options.study](case):
+        rows.append(found)
+        if options.save:
+            save(options, rows)
         if options.json:
             print(json.dumps(found), flush=True)
         else:

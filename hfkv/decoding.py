@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def cache_argument(model: Any) -> str:
     """What the model's forward calls its cache: ``"cache"`` since transformers 5.24, ``"past_key_values"`` before."""
     # a forward that was wrapped may name neither: then what `generate` itself calls it
-    for function in (model.forward, model.prepare_inputs_for_generation):
+    for function in (model.forward, getattr(model, "prepare_inputs_for_generation", None)):
         for name in ("cache", "past_key_values"):
-            if name in inspect.signature(function).parameters:
+            if function is not None and name in inspect.signature(function).parameters:
                 return name
     return "cache"
 
@@ -177,6 +177,62 @@ def positions(
         after = ids[:, -1:] + torch.arange(1, further + 1, device=ids.device)
         result["position_ids"] = torch.cat([ids[:, -columns:], after], dim=1)[:, start:stop]
     return result
+
+
+def check_trees(model: Any, cache: Any, name: str) -> None:
+    """Raise NotImplementedError where a forward cannot verify a tree of drafts.
+
+    Each node must see its ancestors alone, which takes a mask of our own, and what stands must be moved together in the
+    cache, which takes one that keeps every token as it is.
+    """
+    from transformers.cache_utils import DynamicLayer
+
+    fix = f"Let the assistant {name!r} draft chains: leave `branches` out"
+    others = {type(layer).__name__ for layer in decoder_layers(cache) if type(layer) is not DynamicLayer}
+    if others:
+        raise NotImplementedError(
+            f"branches: a tree of drafts needs a cache that keeps every token as it is, and this one has layers of "
+            f"{', '.join(sorted(others))}. {fix}"
+        )
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager") or "position_ids" not in inspect.signature(model.forward).parameters:
+        raise NotImplementedError(
+            f"branches: a tree of drafts needs a mask and positions of its own, which {type(model).__name__} with "
+            f"attn_implementation={attention!r} does not take. {fix}"
+        )
+
+
+def tree_inputs(
+    past: torch.Tensor, sees: torch.Tensor, position_ids: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Mask and positions of a forward over places of a tree, for one row.
+
+    Parameters
+    ----------
+    past
+        ``[tokens]``: which tokens in the cache all places see.
+    sees
+        ``[places, further]``: which of the tokens after those each place sees, its own included.
+    position_ids
+        ``[1, places]``.
+    dtype
+        The model's.
+    """
+    import torch
+
+    seen = torch.cat([past.bool().expand(len(sees), -1), sees.to(past.device)], dim=1)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+    return {"attention_mask": mask[None, None], "position_ids": position_ids}
+
+
+def keep_places(cache: Any, length: int, places: list[int]) -> None:
+    """Of the tokens behind ``length``, keep those at these places, in this order."""
+    for layer in decoder_layers(cache):
+        extra = layer.get_seq_length() - length - len(places)
+        for states in (layer.keys, layer.values):
+            tail = states[:, :, length:]
+            tail[:, :, : len(places)] = tail[:, :, places]
+        layer.crop(-extra)
 
 
 def last_logits(model: Any) -> dict[str, int]:

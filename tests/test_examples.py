@@ -149,6 +149,13 @@ def test_speculative_gives_the_same_text(model_folder):
     assert 0 < int(forwards) <= 99
 
 
+def test_draft_heads_give_the_same_text(model_folder):
+    chain, chain_stats, tree, tree_stats = run("draft_heads", model_folder).splitlines()
+    assert chain == tree == "the same text: True"
+    for stats in (chain_stats, tree_stats):
+        assert re.match(r"medusa: 59 tokens in \d+ forwards .* accepted", stats)
+
+
 def test_formula_is_that_of_the_cache():
     # the numbers above are compared with a formula: that formula, compared with a cache
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM)

@@ -72,7 +72,7 @@ def test_head_of_one_layer_can_be_the_model_itself(tiny):
     head = exact_eagle(model)
     ids = torch.arange(5, 17)[None]
     hidden = model.base_model(input_ids=ids).last_hidden_state
-    torch.testing.assert_close(head(model.get_input_embeddings()(ids), shift(hidden)), hidden)
+    torch.testing.assert_close(head(model.get_input_embeddings()(ids), shift(hidden[:, :-1])), hidden)
 
 
 def exact_eagle(model):
@@ -89,8 +89,8 @@ def exact_eagle(model):
 def test_shift_leaves_padding_out():
     hidden = torch.arange(1.0, 9.0).reshape(2, 4, 1)
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    assert shift(hidden)[..., 0].tolist() == [[0, 1, 2, 3], [0, 5, 6, 7]]
-    assert shift(hidden, mask)[..., 0].tolist() == [[0, 1, 2, 3], [0, 0, 0, 7]]
+    assert shift(hidden)[..., 0].tolist() == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]]
+    assert shift(hidden, mask)[..., 0].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 7, 8]]
 
 
 def test_wrong_folders_are_refused(model, tmp_path):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hfkv.speculation.control import DraftLength, expected_tokens
+from hfkv.speculation.control import DraftLength, Grade, expected_tokens
 
 
 def simulate(acceptance, draft_cost, verify_slope, tokens=2000, most=8, seed=0, noise=0.05):
@@ -94,3 +94,33 @@ def test_constant_is_constant():
     for _ in range(10):
         assert length.choose() == 5
         length.record(6, 5, 1, 9.0, 1.0)
+
+
+def test_grades_are_judged_apart():
+    # of drafts that look good nine in ten are accepted, of the others one in twenty: those are left, not all drafting
+    chance = random.Random(3)
+    control = DraftLength(8, "measured")
+    good, poor = Grade(9, 0.8), Grade(1, 0.5)
+    control.record(1, 0, 1, 0.0, 1.0)
+    drafted = {good: 0, poor: 0}
+    rounds = {good: 0, poor: 0}
+    for _ in range(400):
+        grade = good if chance.random() < 0.5 else poor
+        length = control.choose(grade)
+        kept = 0
+        while kept < length and chance.random() < (0.9 if grade is good else 0.05):
+            kept += 1
+        control.record(1 + length, length, kept + 1, 0.0, 1 + 0.15 * length)
+        drafted[grade] += length
+        rounds[grade] += 1
+    assert drafted[good] > 3 * rounds[good]
+    assert drafted[poor] < 0.5 * rounds[poor]
+
+
+def test_a_graded_draft_needs_no_first_try():
+    control = DraftLength(16, "measured")
+    control.record(1, 0, 1, 0.0, 1.0)
+    assert control.choose(Grade(9, 0.9)) == 16
+    ungraded = DraftLength(16, "measured")
+    ungraded.record(1, 0, 1, 0.0, 1.0)
+    assert ungraded.choose() == 1

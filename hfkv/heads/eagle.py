@@ -59,6 +59,8 @@ class EagleHead(DraftHeads):
                 # the embeddings are the model's
                 vocab_size=1,
                 pad_token_id=None,
+                bos_token_id=None,
+                eos_token_id=None,
                 hidden_size=config.hidden_size,
                 intermediate_size=config.intermediate_size,
                 num_hidden_layers=config.num_layers,
@@ -106,7 +108,7 @@ class EagleHead(DraftHeads):
 
 
 def shift(hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The hidden state of the token before each, zeros where there is none.
+    """The hidden state of the token before each of ``tokens + 1``, zeros where there is none.
 
     Parameters
     ----------
@@ -117,4 +119,4 @@ def shift(hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torc
     """
     if mask is not None:
         hidden_states = hidden_states * mask.unsqueeze(-1).to(hidden_states.dtype)
-    return nn.functional.pad(hidden_states[:, :-1], (0, 0, 1, 0))
+    return nn.functional.pad(hidden_states, (0, 0, 1, 0))

@@ -84,8 +84,8 @@ class MedusaHeads(DraftHeads):
                 head.copy_(model.get_output_embeddings().weight)
         return heads
 
-    def forward(self, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-        """Logits of all heads.
+    def forward(self, hidden_states: torch.Tensor, lm_head: nn.Module, heads: int | None = None) -> torch.Tensor:
+        """Logits of all heads, or of the first ones.
 
         Parameters
         ----------
@@ -93,13 +93,20 @@ class MedusaHeads(DraftHeads):
             ``[..., hidden_size]``.
         lm_head
             The model's output embedding (``model.get_output_embeddings()``); not used by heads with their own.
+        heads
+            How many; None for all.
 
         Returns
         -------
         torch.Tensor
-            ``[num_heads, ..., vocab_size]``.
+            ``[heads, ..., vocab_size]``.
         """
-        return torch.stack([self.head(index, hidden_states, lm_head) for index in range(self.config.num_heads)])
+        if self.config.own_lm_head:
+            wanted = range(self.config.num_heads)[:heads]
+            return torch.stack([self.head(index, hidden_states, lm_head) for index in wanted])
+        # one product reads the output embedding once for all
+        logits: torch.Tensor = lm_head(torch.stack([block(hidden_states) for block in self.blocks[:heads]]))
+        return logits
 
     def head(self, index: int, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
         """Logits of one head, ``[..., vocab_size]``."""

@@ -1,9 +1,10 @@
 """Speculative decoding: one loop, and what an assistant is built from."""
 
-from .control import DraftLength
+from .control import DraftLength, Grade
 from .drafter import AssistantOptions, Block, Call, Draft, Drafter
-from .rollout import RolloutDrafter, RolloutOptions
+from .rollout import LogitsDrafter, RolloutDrafter, RolloutOptions
 from .stats import Stats
+from .tree import Tree
 
 __all__ = [
     "AssistantOptions",
@@ -12,7 +13,10 @@ __all__ = [
     "Draft",
     "DraftLength",
     "Drafter",
+    "Grade",
+    "LogitsDrafter",
     "RolloutDrafter",
     "RolloutOptions",
     "Stats",
+    "Tree",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from dataclasses import dataclass
 
 SCHEDULES = ("measured", "constant")
 
@@ -30,6 +31,54 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
+@dataclass(frozen=True)
+class Grade:
+    """How good a draft will be, where that shows before it is made: acceptance is learnt for each label apart.
+
+    Attributes
+    ----------
+    label
+        Drafts of one label are accepted about as often as each other.
+    prior
+        How often that is, where nothing was examined yet.
+    """
+
+    label: int
+    prior: float
+
+
+class _Belief:
+    """What is known of the drafts of one grade."""
+
+    def __init__(self, prior: float, probing: bool) -> None:
+        self.accepted, self.examined = prior * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        # the next draft is to find out, whatever is believed
+        self.probing = probing
+        self.waiting, self.pause = 0, _FIRST_PAUSE
+
+    @property
+    def acceptance(self) -> float:
+        """The probability that a draft is accepted, as far as is known."""
+        return self.accepted / self.examined
+
+    def learn(self, examined: int, kept: int) -> None:
+        """Count a draft."""
+        fade = _MEMORY**examined
+        self.accepted = self.accepted * fade + kept
+        self.examined = self.examined * fade + examined
+
+    def wait(self) -> None:
+        """Draft nothing for some tokens, each time for twice as many."""
+        self.waiting = self.pause
+        self.pause *= 2
+
+    def probe(self) -> None:
+        """Find out again: a few accepted tokens change what is believed."""
+        weight = min(self.examined, _PROBE_WEIGHT)
+        self.accepted, self.examined = self.acceptance * weight, weight
+        self.probing = True
+
+
 class _Times:
     """The median of the newest times of one thing."""
 
@@ -50,7 +99,7 @@ class DraftLength:
     With ``a`` the acceptance, ``v(g)`` the time to verify ``g`` drafts and ``d`` that of one draft, drafting ``g``
     tokens gives ``expected_tokens(a, g) / (v(g) + g d)`` tokens a second, and none gives ``1 / v(0)``. The best is
     taken. Where none is best, drafting stops for some tokens, then tries again; the pause doubles. Where drafting would
-    lose even if all were accepted, there is nothing to try.
+    lose even if all were accepted, there is nothing to try. Drafts of different grades are judged apart.
 
     All is measured in this call; the next starts afresh.
 
@@ -67,31 +116,38 @@ class DraftLength:
         self._constant = schedule == "constant"
         self._verify: dict[int, _Times] = {}
         self._draft = _Times()
-        self._accepted, self._examined = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
-        # the next draft is to find out, whatever is believed
-        self._probing = True
-        self._waiting, self._pause = 0, _FIRST_PAUSE
+        self._beliefs: dict[int | None, _Belief] = {}
+        self._chosen = self._belief(None)
         self._rounds: list[tuple[int, float]] = []
         self.switched_off = 0
 
+    def _belief(self, grade: Grade | None) -> _Belief:
+        label, prior = (None, _PRIOR) if grade is None else (grade.label, grade.prior)
+        if label not in self._beliefs:
+            # where a draft's grade is known before it is made, that is as good as a first try
+            self._beliefs[label] = _Belief(prior, probing=grade is None)
+        return self._beliefs[label]
+
     @property
     def acceptance(self) -> float:
-        """The probability that a draft is accepted, as far as is known."""
-        return self._accepted / self._examined
+        """The probability that a draft like the last one is accepted, as far as is known."""
+        return self._chosen.acceptance
 
-    def choose(self) -> int:
+    def choose(self, grade: Grade | None = None) -> int:
         """Tokens to draft now."""
         if self._constant:
             return self._most
+        belief = self._chosen = self._belief(grade)
         # the first round measures what a forward without a draft costs
-        if not self._verify or self._waiting > 0:
+        if not self._verify or belief.waiting > 0:
             return 0
-        if self._probing or self._draft.median is None:
-            return min(self._most, _PROBE if self._draft.median is not None else _SECOND if self._rounds else _FIRST)
-        best = self._best(self.acceptance)
+        learnt = grade is not None or self._draft.median is not None
+        if belief.probing or not learnt:
+            return min(self._most, _PROBE if learnt else _SECOND if self._rounds else _FIRST)
+        best = self._best(belief.acceptance)
         if best == 0:
             self.switched_off += 1
-            self._wait()
+            belief.wait()
         return best
 
     def record(self, width: int, drafted: int, progress: int, draft_seconds: float, verify_seconds: float) -> None:
@@ -107,37 +163,30 @@ class DraftLength:
             Columns by which all rows got ahead.
         """
         self._verify.setdefault(width, _Times()).add(verify_seconds)
-        if self._waiting > 0:
-            self._waiting -= progress
-            if self._waiting <= 0:
-                self._resume()
+        for belief in self._beliefs.values():
+            if belief.waiting > 0:
+                belief.waiting -= progress
+                if belief.waiting <= 0:
+                    self._resume(belief)
         if drafted == 0:
             return
-        if not self._probing:
+        belief = self._chosen
+        if not belief.probing:
             # a draft after a pause takes longer: the assistant reads what it has missed
             self._draft.add(draft_seconds / drafted)
         kept = min(progress - 1, drafted)
-        examined = min(kept + 1, drafted)
-        fade = _MEMORY**examined
-        self._accepted = self._accepted * fade + kept
-        self._examined = self._examined * fade + examined
+        belief.learn(min(kept + 1, drafted), kept)
         self._rounds.append((drafted, draft_seconds + verify_seconds))
-        if self._probing:
-            self._probing = False
-            if self._best(self.acceptance) > 0:
-                self._pause = _FIRST_PAUSE
+        if belief.probing:
+            belief.probing = False
+            if self._best(belief.acceptance) > 0:
+                belief.pause = _FIRST_PAUSE
 
-    def _wait(self) -> None:
-        self._waiting = self._pause
-        self._pause *= 2
-
-    def _resume(self) -> None:
+    def _resume(self, belief: _Belief) -> None:
         if self._best(1.0) == 0:
-            self._wait()
-            return
-        weight = min(self._examined, _PROBE_WEIGHT)
-        self._accepted, self._examined = self.acceptance * weight, weight
-        self._probing = True
+            belief.wait()
+        else:
+            belief.probe()
 
     def _best(self, acceptance: float) -> int:
         speeds = [self._speed(acceptance, length) for length in range(self._most + 1)]

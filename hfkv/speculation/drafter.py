@@ -17,8 +17,9 @@ import torch
 
 from .. import registry
 from ..cache.options import check_choice, check_length, option
-from .control import SCHEDULES
+from .control import SCHEDULES, Grade
 from .sampling import Noise
+from .tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,13 @@ class Call:
         """The tokens ``[rows]`` that these processed scores ``[rows, vocabulary]`` choose for a column."""
         return (self.noise.perturb(scores, column) if self.do_sample else scores).argmax(dim=-1)
 
+    def candidates(self, scores: torch.Tensor, column: int, count: int) -> list[int]:
+        """The likeliest tokens for a column of one row, by processed scores ``[1, vocabulary]``; `choose`'s first."""
+        found: list[int] = (
+            (self.noise.perturb(scores, column) if self.do_sample else scores)[0].topk(count).indices.tolist()
+        )
+        return found
+
 
 @dataclass
 class Block:
@@ -130,10 +138,13 @@ class Draft:
     probabilities
         ``[rows, width - 1, vocabulary]``: what the draft at column ``cached + 1 + i`` was sampled from, processors
         included. None for a draft that was not sampled, or that was chosen with `Call.choose`.
+    tree
+        Drafts that branch, instead of what was written; for one row, after `decoding.check_trees`.
     """
 
     lengths: list[int]
     probabilities: torch.Tensor | None = None
+    tree: Tree | None = None
 
 
 class Drafter(ABC):
@@ -169,9 +180,26 @@ class Drafter(ABC):
         """
         return None
 
+    @property
+    def most(self) -> int:
+        """Tokens drafted at once, at most; a drafter that cannot draft as many as its options say narrows it."""
+        most: int = self.options.most
+        return most
+
+    def grade(self, ids: torch.Tensor, known: list[int]) -> Grade | None:
+        """How good the next draft will be, where that can be told before it is made: asked before each round.
+
+        It is that of the rows with the fewest known tokens, for which the others wait.
+        """
+        return None
+
     @abstractmethod
     def propose(self, block: Block) -> Draft:
         """Write drafts into ``block.ids`` after each row's known tokens, at most ``block.room(row)`` of them."""
+
+    def keep(self, places: list[int]) -> None:
+        """Of the tokens of the forward that verified a tree, those at these places stand; they are moved together."""
+        return None
 
     def close(self) -> None:
         """The call is over, by its end or by an exception: leave the model and the cache as they were."""

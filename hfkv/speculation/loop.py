@@ -9,7 +9,6 @@ batch is as fast as its slowest row, whose draft is never shortened by the other
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,20 +17,8 @@ from .. import decoding
 from .control import DraftLength
 from .drafter import AssistantOptions, Block, Call, Draft, Drafter
 from .sampling import Noise, accept_equal, accept_sampled
-from .stats import Stats, attach
-
-
-@dataclass
-class _Counts:
-    tokens: int = 0
-    forwards: int = 0
-    plain: int = 0
-    drafted: int = 0
-    examined: int = 0
-    accepted: int = 0
-    draft_seconds: float = 0.0
-    scores: list[torch.Tensor] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
+from .stats import Counts, attach
+from .tree import Tree
 
 
 class Speculation:
@@ -61,12 +48,12 @@ class Speculation:
         self.cache_argument = decoding.cache_argument(self.model)
         self.cache = decoding.check(self.model, self.config, self.kwargs, name)
         self.noise = Noise(self.input_ids.device)
-        self.length = DraftLength(options.most, options.num_assistant_tokens_schedule)
-        self.counts = _Counts()
+        self.counts = Counts()
         call = Call(self.model, self.cache, bool(self.config.do_sample), self._process, self.noise, dict(self.kwargs))
         self.choose = call.choose
         self.drafter = drafter_class(call, options, resources)
-        self.most = options.most
+        self.most = self.drafter.most
+        self.length = DraftLength(self.most, options.num_assistant_tokens_schedule)
         # rows that have reached their end are padded, if anything but the length can end them
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         pad = self.config._pad_token_tensor
@@ -112,22 +99,26 @@ class Speculation:
         self._wait()
         drafted = time.perf_counter()
         behind = max((n for n, known in zip(draft.lengths, self.known, strict=True) if known == self.common), default=0)
-        # what all rows know already (the slowest has just ended) and the longest draft
-        ends = [min(self._active()), *(k + n for k, n in zip(self.known, draft.lengths, strict=True) if n)]
-        width = min(width, max(ends) - cached)
-        outputs = self._forward(cached, width)
-        self._accept(cached, outputs.logits[:, -width:], draft)
+        if draft.tree is None:
+            # what all rows know already (the slowest has just ended) and the longest draft
+            ends = [min(self._active()), *(k + n for k, n in zip(self.known, draft.lengths, strict=True) if n)]
+            width = tried = min(width, max(ends) - cached)
+            outputs = self.model(**self._inputs(cached, width), return_dict=True)
+            self._accept(cached, outputs.logits[:, -width:], draft)
+        else:
+            tried = 1 + behind
+            width, outputs = self._accept_tree(cached, draft.tree)
         done = self._commit(cached + 1, outputs, width)
         end = time.perf_counter()
         self.counts.forwards += 1
-        self.counts.plain += width == 1
+        self.counts.plain += tried == 1
         self.counts.draft_seconds += drafted - begin
-        self.length.record(width, behind, self.common - 1 - cached, drafted - begin, end - drafted)
+        self.length.record(tried, behind, self.common - 1 - cached, drafted - begin, end - drafted)
         return done
 
     def _width(self, cached: int) -> int:
         """How many columns may be verified."""
-        limits = [1 + self.length.choose()]
+        limits = [1 + self.length.choose(self.drafter.grade(self.ids, self.known))]
         if self.criteria.max_length is not None:
             limits.append(self.criteria.max_length - self.common)
         ahead = decoding.steps_ahead(self.cache)
@@ -137,14 +128,14 @@ class Speculation:
         self._grow(cached + width + 1)
         return width
 
-    def _forward(self, cached: int, width: int) -> Any:
+    def _inputs(self, cached: int, width: int) -> dict[str, Any]:
         kwargs = self.kwargs if width == 1 else self._extended({}, width - 1)
-        inputs = self.model.prepare_inputs_for_generation(
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             self.ids[:, : cached + width], next_sequence_length=width, **kwargs
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
-        return self.model(**inputs, return_dict=True)
+        return inputs
 
     def _extended(self, outputs: Any, tokens: int) -> dict[str, Any]:
         """Masks and positions for so many further tokens."""
@@ -194,6 +185,42 @@ class Speculation:
             self.counts.examined += min(stands + 1, most) - before
         rows = [row for row, place in enumerate(places) if place >= 0]
         self.ids[rows, [places[row] for row in rows]] = final[rows]
+
+    def _accept_tree(self, cached: int, tree: Tree) -> tuple[int, Any]:
+        """Verify a tree and leave the cache as if the path that stands had been given; its columns, and the outputs."""
+        nodes = len(tree.tokens)
+        self._grow(cached + nodes + 2)
+        ids = self.ids
+        ids[0, cached + 1 : cached + 1 + nodes] = ids.new_tensor(tree.tokens)
+        inputs = self._inputs(cached, 1 + nodes)
+        length = decoding.decoder_layers(self.cache)[0].get_seq_length()
+        mask = self.kwargs.get("attention_mask")
+        past = ids.new_ones(length) if mask is None else mask[0, :length]
+        positions = inputs["position_ids"][:, :1] + ids.new_tensor(tree.depths())
+        inputs |= decoding.tree_inputs(past, tree.sees(), positions, self.model.dtype)
+        outputs = self.model(**inputs, return_dict=True)
+        logits = outputs.logits[0, -1 - nodes :].to(device=ids.device, dtype=torch.float32, copy=True)
+        known, shown = ids[:, : cached + 1], []
+
+        def choose(place: int, path: list[int]) -> int:
+            # processors may work in place
+            raw = logits[place : place + 1].clone()
+            scores = self._process(torch.cat([known, ids.new_tensor([path])], dim=1), raw.clone())
+            shown.append((scores, raw))
+            return int(self.choose(scores, cached + 1 + len(path)))
+
+        standing, final = tree.walk(choose)
+        places = [0, *(node + 1 for node in standing)]
+        decoding.keep_places(self.cache, length, places)
+        self.drafter.keep(places)
+        ids[0, cached + 1 : cached + 1 + len(places)] = ids.new_tensor([*(tree.tokens[n] for n in standing), final])
+        self.known[0] = cached + 1 + len(places)
+        scores, raw = zip(*shown, strict=True)
+        self.shown = torch.stack(scores, dim=1), torch.stack(raw, dim=1)
+        self.counts.drafted += nodes
+        self.counts.accepted += len(standing)
+        self.counts.examined += len(standing) + (not tree.ends_at(standing))
+        return len(places), outputs
 
     def _commit(self, start: int, outputs: Any, width: int = 1) -> bool:
         """Take what all rows know from column ``start`` on, crop the rest, and say whether all have finished."""
@@ -252,21 +279,6 @@ class Speculation:
 
     def _result(self, seconds: float) -> Any:
         counts = self.counts
-        rate = counts.accepted / counts.examined if counts.examined else None
-        stats = Stats(
-            assistant=self.name,
-            tokens=counts.tokens,
-            verifications=counts.forwards,
-            plain_steps=counts.plain,
-            drafted=counts.drafted,
-            examined=counts.examined,
-            accepted=counts.accepted,
-            switched_off=self.length.switched_off,
-            seconds=seconds,
-            draft_seconds=counts.draft_seconds,
-            plain_step_seconds=self.length.plain_step,
-            predicted_speedup=self.length.predicted(rate),
-        )
         output = decoding.generate_output(
             self.model,
             self.config,
@@ -275,5 +287,5 @@ class Speculation:
             logits=tuple(counts.logits),
             cache=self.cache,
         )
-        attach(output, stats)
+        attach(output, counts.stats(self.name, self.length, seconds))
         return output

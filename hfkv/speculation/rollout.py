@@ -1,4 +1,4 @@
-"""Drafting with a causal language model: token by token, all rows of the batch at once, from a cache of its own."""
+"""Drafting from logits, token by token, all rows of a batch at once: a causal language model's, or those of heads."""
 
 from __future__ import annotations
 
@@ -29,14 +29,46 @@ class RolloutOptions(AssistantOptions):
         check_choice("draft_sampling", self.draft_sampling, ("coupled", "rejection"))
 
 
-class RolloutDrafter(Drafter):
+class LogitsDrafter(Drafter):
+    """Chooses each draft from logits, as the target will choose from its own."""
+
+    Options: ClassVar[type[AssistantOptions]] = RolloutOptions
+
+    @abstractmethod
+    def logits(self, block: Block, column: int) -> torch.Tensor:
+        """What is drafted from at a column, ``[rows, target's vocabulary]`` in float32; asked for column by column."""
+
+    def begin(self, block: Block) -> None:
+        """A round begins."""
+        return None
+
+    def lengths(self, block: Block) -> list[int]:
+        """Tokens drafted for each row: as many as there is room for."""
+        return [block.room(row) for row in range(len(block.known))]
+
+    def propose(self, block: Block) -> Draft:
+        """Continue each row; known tokens of a row that is ahead stay."""
+        self.begin(block)
+        known = torch.tensor(block.known, device=block.ids.device)
+        sampled: list[torch.Tensor] = []
+        # the longest draft of a row is that of the one furthest behind
+        for column in range(block.cached + 1, block.cached + block.width):
+            scores = self.call.process(block.ids[:, :column], self.logits(block, column))
+            if self.call.do_sample and self.options.draft_sampling == "rejection":
+                sampled.append(scores.softmax(dim=-1))
+                tokens = torch.multinomial(sampled[-1], 1).squeeze(-1)
+            else:
+                tokens = self.call.choose(scores, column)
+            block.ids[:, column] = torch.where(known > column, block.ids[:, column], tokens)
+        return Draft(self.lengths(block), torch.stack(sampled, dim=1) if sampled else None)
+
+
+class RolloutDrafter(LogitsDrafter):
     """Lets a model continue what is known.
 
     The model and the cache come from `draft_model` and `draft_cache`. The cache is brought up to date at the start of
     each draft: what the target rejected is cropped, what it added is given in one forward.
     """
-
-    Options: ClassVar[type[AssistantOptions]] = RolloutOptions
 
     def __init__(self, call: Call, options: Any, resources: Any) -> None:
         super().__init__(call, options, resources)
@@ -54,25 +86,9 @@ class RolloutDrafter(Drafter):
     def draft_cache(self) -> Any:
         """The cache that it drafts from."""
 
-    def propose(self, block: Block) -> Draft:
-        """Continue each row; known tokens of a row that is ahead are fed."""
+    def begin(self, block: Block) -> None:
+        """Take back what the target rejected."""
         self.rewind(block)
-        known = torch.tensor(block.known, device=block.ids.device)
-        column = block.cached + 1
-        # the longest draft of a row is that of the one furthest behind
-        last = block.cached + block.width
-        sampled: list[torch.Tensor] = []
-        while column < last:
-            scores = self.call.process(block.ids[:, :column], self._feed(block, column))
-            if self.call.do_sample and self.options.draft_sampling == "rejection":
-                sampled.append(scores.softmax(dim=-1))
-                tokens = torch.multinomial(sampled[-1], 1).squeeze(-1)
-            else:
-                tokens = self.call.choose(scores, column)
-            block.ids[:, column] = torch.where(known > column, block.ids[:, column], tokens)
-            column += 1
-        lengths = [block.room(row) for row in range(len(block.known))]
-        return Draft(lengths, torch.stack(sampled, dim=1) if sampled else None)
 
     def rewind(self, block: Block) -> None:
         """Crop the draft cache to the columns that the target agreed with."""
@@ -83,9 +99,9 @@ class RolloutDrafter(Drafter):
             # layers that hold back until a crop (sliding windows) settle
             self.cache.crop(0)
 
-    def _feed(self, block: Block, stop: int) -> torch.Tensor:
-        """Give the model the columns up to ``stop``; the logits of the last, ``[rows, target's vocabulary]``."""
-        start = self.fed
+    def logits(self, block: Block, column: int) -> torch.Tensor:
+        """Give the model the columns up to this one; the logits of the last."""
+        start, stop = self.fed, column
         inputs: dict[str, Any] = {
             "input_ids": self.ids(block.ids[:, start:stop]),
             self.cache_argument: self.cache,

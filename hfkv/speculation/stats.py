@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from .control import DraftLength
 
 ATTRIBUTE = "hfkv_stats"
 
@@ -91,6 +96,38 @@ class Stats:
         return (
             f"{self.assistant}: {self.tokens} tokens in {self.verifications} forwards "
             f"({self.tokens_per_verification:.2f} each), {accepted}, {self.draft_share:.0%} of the time drafting{speed}"
+        )
+
+
+@dataclass
+class Counts:
+    """What the loop counts while it decodes, and the outputs that it collects."""
+
+    tokens: int = 0
+    forwards: int = 0
+    plain: int = 0
+    drafted: int = 0
+    examined: int = 0
+    accepted: int = 0
+    draft_seconds: float = 0.0
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    def stats(self, assistant: str, length: DraftLength, seconds: float) -> Stats:
+        """What `hfkv.stats` shows of it."""
+        return Stats(
+            assistant=assistant,
+            tokens=self.tokens,
+            verifications=self.forwards,
+            plain_steps=self.plain,
+            drafted=self.drafted,
+            examined=self.examined,
+            accepted=self.accepted,
+            switched_off=length.switched_off,
+            seconds=seconds,
+            draft_seconds=self.draft_seconds,
+            plain_step_seconds=length.plain_step,
+            predicted_speedup=length.predicted(self.accepted / self.examined if self.examined else None),
         )
 
 

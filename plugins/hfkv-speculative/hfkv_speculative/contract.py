@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hfkv.heads import EagleHead, MedusaHeads
+
 from .plugin import ALWAYS
 
 
@@ -30,3 +32,21 @@ def draft_model(model: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     head += 0.2 * head.std() * torch.randn(head.shape, generator=generator)
     return {"assistant_model": draft, **ALWAYS}
+
+
+def medusa_heads(model: Any) -> dict[str, Any]:
+    """Heads that say what the model says, a token or more too early: right where a text repeats a token."""
+    if model.config.is_encoder_decoder:
+        return {"heads": "none", **ALWAYS}
+    return {"heads": MedusaHeads.for_model(model, num_heads=3), **ALWAYS}
+
+
+@torch.no_grad()
+def eagle_head(model: Any) -> dict[str, Any]:
+    """A head that predicts the hidden state before, with some error of its own: right where a text repeats a token."""
+    if model.config.is_encoder_decoder:
+        return {"heads": "none", **ALWAYS}
+    head = EagleHead.for_model(model)
+    size = head.config.hidden_size
+    head.join.weight.copy_(torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1))
+    return {"heads": head, **ALWAYS}

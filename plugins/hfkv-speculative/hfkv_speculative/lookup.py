@@ -7,15 +7,21 @@ of equally long ones the newest; texts handed over come after the text itself.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from hfkv.cache import check_length, option
-from hfkv.speculation import AssistantOptions, Block, Call, Draft, Drafter
+from hfkv.speculation import AssistantOptions, Block, Call, Draft, Drafter, Grade
 
 # occurrences of a run of min_match tokens that are compared, and how far back a match is extended
 _CANDIDATES, _LONGEST_MATCH = 32, 48
+# matches of so many tokens, and how often what followed them is expected to follow again until that is known
+_MATCHES = (0, 1, 2, 3, 5, 9)
+_GRADES = tuple(Grade(length, prior) for length, prior in zip(_MATCHES, (1.0, 0.3, 0.45, 0.6, 0.8, 0.9), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,7 @@ class LookupOptions(AssistantOptions):
 
     longest: ClassVar[int] = 16
 
-    min_match: int = option(2, "newest tokens that must have occurred before")
+    min_match: int = option(1, "newest tokens that must have occurred before")
     texts: Sequence[str] | Sequence[Sequence[int]] = option(
         (), "texts to copy from besides the prompt: strings (with tokenizer), or lists of token ids"
     )
@@ -98,35 +104,41 @@ class LookupDrafter(Drafter):
             found.append(Index(options.min_match, tokens))
         return found
 
+    def grade(self, ids: torch.Tensor, known: list[int]) -> Grade | None:
+        """By the length of the match: what followed a long one follows again, what followed a short one seldom does."""
+        behind = min(known)
+        lengths = [self._match(row, ids, count)[0] for row, count in enumerate(known) if count == behind]
+        return _GRADES[bisect.bisect(_MATCHES, min(lengths)) - 1]
+
     def propose(self, block: Block) -> Draft:
         """Copy what followed the longest match."""
-        if not self._rows:
-            self._rows = [Index(self.options.min_match) for _ in block.known]
         lengths = []
-        for row, own in enumerate(self._rows):
+        for row, known in enumerate(block.known):
             room = block.room(row)
-            if room == 0:
-                lengths.append(0)
-                continue
-            known = block.known[row]
-            own.extend(block.ids[row, len(own.tokens) : known].tolist())
-            copied = self._copy(own, room)
+            copied = self._copy(row, self._match(row, block.ids, known), room) if room else []
             block.ids[row, known : known + len(copied)] = block.ids.new_tensor(copied)
             lengths.append(len(copied))
         return Draft(lengths)
 
-    def _copy(self, own: Index, count: int) -> list[int]:
+    def _match(self, row: int, ids: torch.Tensor, known: int) -> tuple[int, int, Index]:
+        """A row's longest match, the place after it, and the text that it is in."""
+        self._rows = self._rows or [Index(self.options.min_match) for _ in ids]
+        own = self._rows[row]
+        own.extend(ids[row, len(own.tokens) : known].tolist())
         recent = own.tokens[-_LONGEST_MATCH:]
-        source, (length, start) = own, own.match(recent)
+        found = (*own.match(recent), own)
         for index in self.resources:
-            found = index.match(recent)
-            if found[0] > length:
-                source, (length, start) = index, found
+            other = (*index.match(recent), index)
+            found = other if other[0] > found[0] else found
+        return found
+
+    def _copy(self, row: int, match: tuple[int, int, Index], count: int) -> list[int]:
+        length, start, source = match
         if length == 0:
             return []
         copied = source.tokens[start : start + count]
         # a match that reaches the end of the text repeats itself
-        period = copied if source is own else []
+        period = copied if source is self._rows[row] else []
         while period and len(copied) < count:
             copied = (copied + period)[:count]
         return copied

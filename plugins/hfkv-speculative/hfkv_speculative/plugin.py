@@ -46,3 +46,15 @@ def hfkv_assistants() -> Iterator[hfkv.AssistantSpec]:
         load="hfkv_speculative.early_exit:EarlyExitDrafter",
         contract_options=ALWAYS,
     )
+    yield hfkv.AssistantSpec(
+        name="medusa",
+        summary="trained heads on the model's last hidden state draft, all tokens at once",
+        load="hfkv_speculative.medusa:MedusaDrafter",
+        contract_options="hfkv_speculative.contract:medusa_heads",
+    )
+    yield hfkv.AssistantSpec(
+        name="eagle",
+        summary="a trained decoder layer predicts the model's next hidden states",
+        load="hfkv_speculative.eagle:EagleDrafter",
+        contract_options="hfkv_speculative.contract:eagle_head",
+    )
