@@ -18,4 +18,8 @@ def hfkv_trainers() -> Iterator[hfkv.TrainerSpec]:
 @hfkv.hookimpl
 def hfkv_subcommands() -> Iterator[hfkv.SubcommandSpec]:
     """The subcommands, in alphabetical order."""
-    yield from ()
+    yield hfkv.SubcommandSpec(
+        name="convert",
+        summary="make a model smaller: fewer layers, narrower ones, fewer KV heads, windows, shared keys and values",
+        load="hfkv_distill.convert_command:main",
+    )
