@@ -185,6 +185,16 @@ def test_hybrid_shared_is_more_than_20_times_smaller(model_folder):
     assert plain > 20 * hybrid
 
 
+def test_convert_makes_a_model_that_loads_and_stores_a_sixth(model_folder):
+    shown = run("convert", model_folder)
+    assert "dropping 1 of the layers, by influence" in shown
+    assert "loaded as it was saved: True" in shown
+    sizes = {what: int(size.replace(",", "")) for what, size in re.findall(r"(\w+): .*, ([\d,]+) bytes", shown)}
+    # of three layers two are left and one stores, with one KV head of two; an empty layer may keep a counter
+    assert sizes["original"] == LAYERS * 2 * KV_HEADS * HEAD_DIM * 4 * (1000 + 1)
+    assert sizes["smaller"] == sizes["original"] // 6
+
+
 def test_quantize_weights(model_folder):
     output = run("quantize_weights", model_folder)
     assert "7 layers: rtn (nbits=8" in output

@@ -85,7 +85,7 @@ def convert(
 
 def _steps(asked: Conversion, ids: torch.Tensor) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     if asked.drop_layers is not None:
-        words = f"dropping {asked.drop_layers} layers by {asked.drop_by}"
+        words = f"dropping {asked.drop_layers} of the layers, by {asked.drop_by}"
         yield words, partial(_drop, count=asked.drop_layers, by=asked.drop_by, ids=ids)
     if asked.width is not None:
         yield f"cutting the width to {asked.width:g}", partial(prune_width, width=asked.width, input_ids=ids)

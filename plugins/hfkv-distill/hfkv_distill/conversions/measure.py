@@ -75,8 +75,7 @@ def kv_bytes(model: PreTrainedModel, context: int) -> int:
     total = 0
     for layer in cache.layers:
         window = getattr(layer, "sliding_window", None)
-        # a token's own window holds it, and what was before it
-        tokens = context if window is None else min(context, window - 1)
+        tokens = context if window is None else min(context, window)
         states = (getattr(layer, "keys", None), getattr(layer, "values", None))
         total += tokens * sum(state.numel() * state.element_size() for state in states if state is not None)
     return total
