@@ -84,13 +84,12 @@ class _Times:
 
     def __init__(self) -> None:
         self._held: deque[float] = deque(maxlen=9)
+        # asked for more often than a time is added
+        self.median: float | None = None
 
     def add(self, seconds: float) -> None:
         self._held.append(seconds)
-
-    @property
-    def median(self) -> float | None:
-        return statistics.median(self._held) if self._held else None
+        self.median = statistics.median(self._held)
 
 
 class DraftLength:
