@@ -23,3 +23,8 @@ def hfkv_subcommands() -> Iterator[hfkv.SubcommandSpec]:
         summary="make a model smaller: fewer layers, narrower ones, fewer KV heads, windows, shared keys and values",
         load="hfkv_distill.convert_command:main",
     )
+    yield hfkv.SubcommandSpec(
+        name="distill",
+        summary="train a student towards its teacher: loss, KL and perplexity, before and after",
+        load="hfkv_distill.distill_command:main",
+    )

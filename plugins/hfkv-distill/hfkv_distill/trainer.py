@@ -18,7 +18,7 @@ import hfkv
 
 from .cache_aware import CacheView, seeing
 from .chunked import Sums, Teacher, chunked_loss
-from .collator import DistillationCollator
+from .collator import IGNORED, DistillationCollator
 from .config import DistillationConfig
 from .head import OutputHead
 from .layers import States, recorded
@@ -193,7 +193,18 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """The loss of a batch; its logits only where ``compute_metrics`` asks for them."""
         with self._seeing():
-            return super().prediction_step(model, inputs, self.compute_metrics is None, ignore_keys)
+            return super().prediction_step(
+                model, self._without_repeats(inputs), self.compute_metrics is None, ignore_keys
+            )
+
+    def _without_repeats(self, inputs: Any) -> Any:
+        """The last batch without the rows that fill it up, so that every process has as many."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        rows = len(inputs["labels"])
+        repeats = torch.arange(rows) + rows * self.args.process_index >= state.remainder
+        return {**inputs, "labels": inputs["labels"].masked_fill(repeats[:, None].to(inputs["labels"].device), IGNORED)}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """What `Trainer` evaluates, with means per target: loss, divergence, cross-entropy, perplexity, top 1."""
@@ -296,6 +307,8 @@ class DistillationTrainer(Trainer):
         with (
             recorded(self.teacher_model, wanted) as states,
             self._teacher_head.taken(lambda hidden_states, way: seen.append((theirs.before(hidden_states), way))),
+            # in the student's precision
+            self.accelerator.autocast(),
         ):
             self.teacher_model(**own, use_cache=False)
         hidden_states, way = seen[0]
