@@ -21,12 +21,14 @@ steps(sys.argv[2], 2)
 def steps(folder, batch):
     """Two steps of eight rows each, and an evaluation of five; the first process writes what came of it."""
     from conftest import make_llama, make_rows
+
     from hfkv_distill import DistillationConfig, DistillationTrainer
 
     config = DistillationConfig(
         output_dir=folder, per_device_train_batch_size=batch, per_device_eval_batch_size=2, max_steps=2,
         gradient_accumulation_steps=2, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0,
-        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1, alpha=0.3, hidden_weight=0.5,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1, alpha=0.3,
+        hidden_weight=0.5,
     )  # fmt: skip
     rows = make_rows(8)
     trainer = DistillationTrainer(make_llama(1), make_llama(0), config, train_dataset=rows, eval_dataset=rows[3:])
@@ -45,11 +47,9 @@ def test_two_processes_give_the_weights_of_one(tmp_path, monkeypatch):
     one = torch.load(tmp_path / "result.pt")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--num_processes", "2",
-        "--num_cpu_threads_per_process", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port",
-        "0", str(script), here, str(tmp_path),
-    ]  # fmt: skip
+    # what `accelerate launch` starts too
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(script), here, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     two = torch.load(tmp_path / "result.pt")
