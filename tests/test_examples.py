@@ -209,3 +209,10 @@ def test_calibrated_weights_diverge_less_at_the_same_bits(model_folder):
     (plain, aware) = (float(value) for _, value in found)
     assert [name for name, _ in found] == ["rtn", "awq"]
     assert aware < 0.75 * plain
+
+
+def test_distill_heals(model_folder):
+    shown = run("distill", model_folder, "", "15")
+    kl = [float(number) for number in re.findall(r"KL ([\d.]+)", shown)]
+    assert len(kl) == 2
+    assert 0 < kl[1] < kl[0]
