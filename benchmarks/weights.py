@@ -226,6 +226,8 @@ def table(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     name = MODELS.get(arguments.model, arguments.model)
     command = f"HF_HUB_OFFLINE=1 OMP_NUM_THREADS={torch.get_num_threads()} python benchmarks/weights.py"
     command += f" --model {arguments.model} --tokens {arguments.tokens} --repeats {arguments.repeats} --json"
+    if arguments.weights != WEIGHTS:
+        command += "".join(f" --weights {text}" for text in arguments.weights)
     return {
         "title": f"Quantized weights of {name}",
         "plugins": sorted({parse_weights(text).backend for text in arguments.weights}),

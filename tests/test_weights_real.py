@@ -33,7 +33,7 @@ def test_logits_are_equal_in_another_process(tmp_path):
         for name, weights in MODELS.items():
             model, tokenizer = load_model(name, "bfloat16")
             hfkv.quantize_weights(model, parse_weights(weights).config())
-            ids = tokenizer("Attention is all you need, they say.", return_tensors="pt").input_ids
+            ids = tokenizer("Attention is all you need, they say. " * 12, return_tensors="pt").input_ids
             with torch.no_grad():
                 # the decoded weight for a prompt of many rows, a product for one token
                 logits = [model(ids).logits, model(ids[:, :1]).logits]
