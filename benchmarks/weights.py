@@ -55,7 +55,6 @@ WEIGHTS = [
     "rtn-int3:symmetric=False",
     "hqq-int3",
     "awq-int3",
-    "awq-int3:outlier_features=8",
     "rtn-int2:symmetric=False,group_size=64",
     "quanto-int2:group_size=64",
     "hqq-int2",
