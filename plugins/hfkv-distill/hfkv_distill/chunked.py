@@ -146,7 +146,8 @@ class _Job:
         size = max(1, len(logits) // _PARTS)
         for start in range(0, len(logits), size):
             rows = slice(start, start + size)
-            ours = logits[rows].clone().requires_grad_(gradient is not None)
+            # their gradient is written over them when it is known
+            ours = logits[rows].detach().requires_grad_(gradient is not None)
             theirs = None if teacher is None else teacher[rows]
             with torch.set_grad_enabled(gradient is not None):
                 soft, hard = token_losses(ours, labels[rows], theirs, self.objective)

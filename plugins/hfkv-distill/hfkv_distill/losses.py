@@ -58,17 +58,13 @@ def between(teacher: torch.Tensor, student: torch.Tensor, beta: float) -> torch.
 
 
 def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return torch.log_softmax(_widened(logits) / temperature, dim=-1)
-
-
-def _widened(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.log_softmax(wide if temperature == 1 else wide / temperature, dim=-1)
 
 
 def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     # an outcome that the first rules out costs nothing, whatever the second says: no -inf minus -inf
-    possible = first > -math.inf
-    difference = torch.where(possible, first, 0) - torch.where(possible, second, 0)
+    difference = torch.where(first > -math.inf, first - second, 0)
     return (first.exp() * difference).sum(dim=-1)
 
 
@@ -167,13 +163,18 @@ def token_losses(
     tuple
         Two of ``[tokens]``; the divergence is 0 where there is no teacher.
     """
-    hard = torch.nn.functional.cross_entropy(_widened(logits), labels, reduction="none")
+    temperature = objective.temperature
+    student = _log_softmax(logits, temperature)
+    # at temperature 1 the divergence's own log-probabilities serve
+    plain = student if temperature == 1 else _log_softmax(logits, 1)
+    hard = -plain.gather(-1, labels[..., None])[..., 0]
     if teacher is None:
         return torch.zeros_like(hard), hard
-    if not isinstance(teacher, TopK):
-        return divergence(logits, teacher, beta=objective.beta, temperature=objective.temperature), hard
-    student = _buckets(_log_softmax(logits, objective.temperature), teacher.indices)
-    ours = teacher.log_probabilities.to(student.dtype)
-    if teacher.indices.shape[-1] == logits.shape[-1]:
-        student, ours = student[..., :-1], ours[..., :-1]
-    return between(ours, student, objective.beta) * objective.temperature**2, hard
+    if isinstance(teacher, TopK):
+        student = _buckets(student, teacher.indices)
+        theirs = teacher.log_probabilities.to(student.dtype)
+        if teacher.indices.shape[-1] == logits.shape[-1]:
+            student, theirs = student[..., :-1], theirs[..., :-1]
+    else:
+        theirs = _log_softmax(teacher, temperature)
+    return between(theirs, student, objective.beta) * temperature**2, hard
