@@ -4,11 +4,11 @@
     python benchmarks/distill.py share-layers --minutes 15 --save docs/benchmarks
     python benchmarks/distill.py share-layers --minutes 15 --objective ce --save docs/benchmarks
 
-What is healed: `share-layers` (pairs of layers share keys and values), `drop-layers` (four layers fewer, chosen by the
-KL that the loss of each costs), `kv-heads` (one head of keys and values, the mean of three), and `cache` (SmolLM2 behind
-a 2-bit kivi cache without sinks, which `--train-plain` does not show to it in training). The text is CPython's own
-help, its last tenth held out; conversions are decided on the rest. `--save` writes table and curve as the documentation
-keeps them.
+What is healed: `share-layers` (pairs of layers share keys and values), `drop-layers` (four layers fewer, those whose
+loss costs the least KL), `kv-heads` (one head of keys and values, the mean of three), and `cache` (SmolLM2 behind a
+2-bit kivi cache without sinks, which `--train-plain` does not show to it in training). The text is CPython's own
+help, its last tenth held out; conversions are decided on the rest. `--save` writes table and curve as the
+documentation keeps them.
 """
 
 from __future__ import annotations
