@@ -28,3 +28,8 @@ def hfkv_subcommands() -> Iterator[hfkv.SubcommandSpec]:
         summary="train a student towards its teacher: loss, KL and perplexity, before and after",
         load="hfkv_distill.distill_command:main",
     )
+    yield hfkv.SubcommandSpec(
+        name="distill-heads",
+        summary="train Medusa or EAGLE heads that draft for a model, on what it thinks of a text",
+        load="hfkv_distill.heads_command:main",
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -21,30 +20,10 @@ def words(done):
     return " ".join(done.output.replace("│", " ").split())
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A random model on disk whose tokens are bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("source")
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
-
-
-def test_everything_at_once_is_written_and_told(source, tmp_path):
+def test_everything_at_once_is_written_and_told(model_of_bytes, tmp_path):
     out = tmp_path / "out"
     options = "--drop-layers 1 --drop-by kl --kv-heads 1 --local 1:1 --window 16 --share-layers [[0,2]] --tokens 32"
-    done = convert(source, out, *options.split(), "--context", 64, "--json")
+    done = convert(model_of_bytes, out, *options.split(), "--context", 64, "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told == json.loads((out / "conversion.json").read_text(encoding="utf-8"))
@@ -58,12 +37,15 @@ def test_everything_at_once_is_written_and_told(source, tmp_path):
     assert told["after"]["kv_bytes"] == (16 + 64) * 2 * 16 * 4
     assert told["after"]["kv_bytes_per_token"] == told["after"]["kv_bytes"] / 64
     assert told["quality"]["kl"] > 0
-    assert AutoTokenizer.from_pretrained(out)("a b").input_ids == AutoTokenizer.from_pretrained(source)("a b").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(out)("a b").input_ids
+        == AutoTokenizer.from_pretrained(model_of_bytes)("a b").input_ids
+    )
 
 
-def test_a_converted_folder_is_converted_again_and_planned(source, tmp_path):
+def test_a_converted_folder_is_converted_again_and_planned(model_of_bytes, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    assert convert(source, first, "--width", 0.5, "--tokens", 32).exit_code == 0
+    assert convert(model_of_bytes, first, "--width", 0.5, "--tokens", 32).exit_code == 0
     done = convert(first, second, "--drop-layers", 2, "--tokens", 32)
     assert done.exit_code == 0, done.output
     assert "before healing" in done.output
@@ -89,14 +71,14 @@ def test_a_converted_folder_is_converted_again_and_planned(source, tmp_path):
         (["--drop-layers", "1", "--tokens", "100000"], "--tokens"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_written(source, tmp_path, options, says):
-    done = convert(source, tmp_path / "out", *options)
+def test_mistakes_are_named_before_anything_is_written(model_of_bytes, tmp_path, options, says):
+    done = convert(model_of_bytes, tmp_path / "out", *options)
     assert done.exit_code != 0
     assert says in words(done), done.output
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_there_is_not_overwritten(source):
-    done = convert(source, source, "--kv-heads", 1)
+def test_a_folder_that_is_there_is_not_overwritten(model_of_bytes):
+    done = convert(model_of_bytes, model_of_bytes, "--kv-heads", 1)
     assert done.exit_code == 2
     assert "is there already" in words(done)

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 HELD_OUT = 0.1
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, text: str, count: int, length: int) -> list[torch.Tensor]:
-    """``count`` pieces ``[1, length]`` of a text, spread evenly over it.
+def pieces(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None, length: int) -> list[torch.Tensor]:
+    """``count`` pieces ``[1, length]`` of a text, spread evenly over it; None: as many as there are.
 
     Raises
     ------
@@ -18,6 +18,8 @@ def pieces(tokenizer: PreTrainedTokenizerBase, text: str, count: int, length: in
         The text is too short for pieces that do not overlap.
     """
     ids = torch.tensor([tokenizer(text, add_special_tokens=False, verbose=False).input_ids])
+    if count is None:
+        count = max(1, ids.shape[1] // length)
     if count * length > ids.shape[1]:
         raise ValueError(
             f"{count} pieces of {length} tokens need {count * length:,}, and this part of the text has "

@@ -1,0 +1,149 @@
+"""``hfkv distill-heads``: Medusa or EAGLE heads for a model, trained on what it thinks of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hfkv.cli.models import DType
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .heads.training import HeadsOptions
+
+# rows of the held-out text that acceptance is simulated on while training, and that the result is judged on
+SIMULATED, JUDGED = 4, 8
+PROMPT_TOKENS, NEW_TOKENS = 64, 64
+
+
+class Kind(StrEnum):
+    """What ``--kind`` takes."""
+
+    MEDUSA = "medusa"
+    EAGLE = "eagle"
+
+
+def main(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hub id or a folder; smollm2 and gemma3-270m come from packages.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for the heads, which is not there yet.")],
+    kind: Annotated[
+        Kind, typer.Option(metavar="KIND", help="medusa: heads that each look one token further; eagle: a layer.")
+    ] = Kind.MEDUSA,
+    minutes: Annotated[float | None, typer.Option(metavar="N", min=0, help="How long to train; 20 by default.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many steps to train, in place of a time.")
+    ] = None,
+    num_heads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Medusa heads; 4 by default.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The text, its last tenth held out; by default Python's own help.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Tokens of each row of text.")] = 256,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a step.")] = 4,
+    learning_rate: Annotated[float, typer.Option(metavar="RATE", help="Of AdamW.")] = 1e-3,
+    states: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Store the model's hidden states there, once; else each step computes them."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the order of the text.")] = 0,
+    dtype: Annotated[
+        DType, typer.Option(metavar="DTYPE", help="Of the model; the heads are trained in float32.")
+    ] = DType.FLOAT32,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the model runs.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+) -> None:
+    """Train drafting heads on a frozen model, and tell how many tokens each of its forwards gives with them."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise typer.BadParameter(f"{out} is there already. Fix: name a new folder", param_hint="OUT")
+    if minutes is not None and steps is not None:
+        raise typer.BadParameter("--minutes was given as well. Fix: leave out one of them", param_hint="--steps")
+    if num_heads is not None and kind is not Kind.MEDUSA:
+        raise typer.BadParameter(f"{kind} has one head. Fix: leave it out", param_hint="--num-heads")
+    from rich.console import Console
+
+    console = Console(highlight=False, file=sys.stderr if as_json else sys.stdout)
+    from hfkv.cli.console import working
+
+    with working(console, "importing torch and transformers"):
+        from .heads.training import HeadsOptions
+    options = HeadsOptions(
+        kind=kind.value,
+        minutes=20.0 if minutes is None and steps is None else minutes,
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        seed=seed,
+    )
+    shape = {} if num_heads is None else {"num_heads": num_heads}
+    result = _run(console, model, out, options, shape, text, tokens, states, dtype.value, device)
+    if as_json:
+        print(json.dumps(result, indent=2))
+
+
+def _run(
+    console: Console, name: str, out: Path, options: HeadsOptions, shape: dict[str, int], file: Path | None,
+    tokens: int, folder: Path | None, dtype: str, device: str,
+) -> dict[str, Any]:  # fmt: skip
+    import torch
+
+    from hfkv.cli import comparison
+    from hfkv.cli.console import working
+    from hfkv.cli.prompts import long_text
+    from hfkv.heads import save_heads
+
+    from .conversions.texts import pieces, split
+    from .heads.acceptance import continuations
+    from .heads.judging import judge
+    from .heads.states import OnlineStates, States, store_states
+    from .heads.training import train_heads
+    from .heads.watching import watched
+
+    model, tokenizer, title = comparison.load(console, name, None, dtype, device)
+    learn, held_out = split(long_text() if file is None else file.read_text(encoding="utf-8"))
+    rows = torch.cat(pieces(tokenizer, learn, None, tokens))
+    prompts = torch.cat(pieces(tokenizer, held_out, JUDGED, PROMPT_TOKENS))
+    with working(console, "decoding the held-out prompts") as line:
+        known = continuations(model, prompts[:SIMULATED], NEW_TOKENS)
+        states: States = OnlineStates(model, rows)
+        if folder is not None:
+            states = store_states(
+                model, rows, folder, progress=lambda done, total: line.say(f"hidden states, shard {done} of {total}")
+            )
+    with watched(console) as watch:
+        heads = train_heads(model, states, known, options, watch.log, **shape)
+    save_heads(heads, out)
+    with working(console, "decoding with the heads"):
+        found = judge(model, out, options.kind, prompts, NEW_TOKENS)
+    for each in found:
+        rate = "" if each.acceptance_rate is None else f", {each.acceptance_rate:.1%} of the examined tokens accepted"
+        console.print(
+            f"{each.assistant}: {each.tokens_per_verification:.3f} tokens per forward{rate}; the text of plain greedy "
+            f"decoding for {each.identical} of {each.prompts} prompts",
+            markup=False,
+            soft_wrap=True,
+        )
+    if not found:
+        console.print("not judged: hfkv-speculative decodes with them. pip install 'hfkv[speculative]'", markup=False)
+    return {
+        "model": title,
+        "options": dataclasses.asdict(options),
+        "rows": list(rows.shape),
+        "simulated": watch.simulated,
+        "judged": [dataclasses.asdict(each) for each in found],
+    }

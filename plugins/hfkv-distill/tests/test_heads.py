@@ -1,0 +1,218 @@
+"""Drafting heads: losses against the plain formula, simulation against decoding, states against the model's."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hfkv.heads import EagleHead, MedusaHeads, load_heads, save_heads
+from hfkv.heads.eagle import shift
+from hfkv_distill.heads import HeadsOptions, OnlineStates, StoredStates, accepted_per_verification, store_states
+from hfkv_distill.heads.acceptance import EAGLE_DRAFT, continuations
+from hfkv_distill.heads.losses import DECAY, PASSES, HeadsLoss
+from hfkv_distill.heads.training import train_heads
+
+VOCABULARY = 48
+
+
+def rows(count=6, length=20, seed=0):
+    return torch.randint(2, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def disturbed(heads):
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return heads
+
+
+def divergence(model, said, right):
+    """The plain formula, of hidden states, mean over tokens."""
+    head = model.get_output_embeddings()
+    expected, actual = head(right).log_softmax(-1).detach(), head(said).log_softmax(-1)
+    return (expected.exp() * (expected - actual)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_loss_of_medusa_is_the_plain_one(llama, own):
+    """Whatever the chunk, with the gradients of autograd; the model gets none."""
+    model = llama()
+    heads = disturbed(MedusaHeads.for_model(model, num_heads=3, own_lm_head=own))
+    ids, states = OnlineStates(model, rows())(torch.arange(4))
+    total = 0
+    for index in range(3):
+        later = index + 1
+        logits = heads.head(index, states[:, : -later - 1], model.get_output_embeddings()).log_softmax(-1)
+        right = model.get_output_embeddings()(states[:, later:-1]).log_softmax(-1).detach()
+        total += DECAY**index * (right.exp() * (right - logits)).sum(-1).mean()
+    expected = total / sum(DECAY**index for index in range(3))
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
+    model.zero_grad()
+    for chunk_size in (7, 1000):
+        heads.zero_grad()
+        loss = HeadsLoss(model, chunk_size)(heads, ids, states)
+        loss.backward()
+        assert torch.isclose(loss, expected, rtol=1e-5)
+        for name, parameter in heads.named_parameters():
+            assert torch.allclose(parameter.grad, gradients[name], rtol=1e-3, atol=1e-6), name
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_the_loss_of_eagle_is_the_plain_one(llama):
+    model = llama()
+    head = disturbed(EagleHead.for_model(model))
+    ids, states = OnlineStates(model, rows())(torch.arange(3))
+    embeddings = model.get_input_embeddings()(ids).detach()
+    first = head(embeddings, shift(states[:, :-1]), use_cache=False)
+    second = head(embeddings, shift(first[:, :-1]), use_cache=False)
+    passes = (first, second)
+    assert len(passes) == PASSES
+    expected = 0
+    for predicted in passes:
+        expected += torch.nn.functional.smooth_l1_loss(predicted, states)
+        expected += divergence(model, predicted[:, :-1], states[:, :-1])
+    expected = expected / PASSES
+    loss = HeadsLoss(model, chunk_size=11)(head, ids, states)
+    assert torch.isclose(loss, expected, rtol=1e-5)
+    wanted = torch.autograd.grad(expected, list(head.parameters()))
+    found = torch.autograd.grad(loss, list(head.parameters()))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def by_decoding(model, heads, prompt, new_tokens):
+    """New tokens per forward of a decoding loop that knows nothing of continuations: drafts, verifies, goes on."""
+    head, base, ids = model.get_output_embeddings(), model.base_model, prompt[None]
+    states = base(ids).last_hidden_state
+    ids = torch.cat([ids, head(states[:, -1:]).argmax(-1)], dim=1)
+    tokens = forwards = 0
+    while tokens < new_tokens:
+        left = new_tokens - tokens - 1
+        draft = []
+        if isinstance(heads, MedusaHeads):
+            draft = [heads.head(k, states[0, -1], head).argmax() for k in range(heads.config.num_heads)]
+        else:
+            read, seen = states, ids
+            for _ in range(EAGLE_DRAFT):
+                predicted = heads(model.get_input_embeddings()(seen), shift(read))
+                draft.append(head(predicted[0, -1]).argmax())
+                read, seen = torch.cat([read, predicted[:, -1:]], 1), torch.cat([seen, draft[-1].view(1, 1)], 1)
+        draft = torch.stack(draft)[: max(left, 0)]
+        whole = torch.cat([ids, draft[None]], dim=1)
+        said = head(base(whole).last_hidden_state)[0].argmax(-1)
+        right = 0
+        while right < len(draft) and said[ids.shape[1] - 1 + right] == draft[right]:
+            right += 1
+        ids = torch.cat([ids, draft[None, :right], said[None, None, ids.shape[1] - 1 + right]], dim=1)
+        states = base(ids[:, :-1]).last_hidden_state
+        tokens, forwards = tokens + right + 1, forwards + 1
+    return tokens, forwards, ids
+
+
+@pytest.mark.parametrize("kind", [MedusaHeads, EagleHead])
+@torch.no_grad()
+def test_simulated_acceptance_is_that_of_decoding(llama, kind):
+    model = llama(initializer_range=0.05, eos_token_id=None).eval()
+    known = continuations(model, rows(3, 6, seed=4), 24)
+    with torch.enable_grad():
+        options = HeadsOptions(kind=kind.kind, steps=60, learning_rate=1e-2)
+        heads = train_heads(model, OnlineStates(model, known.ids), known, options)
+    tokens = forwards = 0
+    for row in range(3):
+        # the first new token comes with the prompt
+        found = by_decoding(model, heads, known.ids[row, :6], 23)
+        assert torch.equal(found[2][0, : known.ids.shape[1]], known.ids[row])
+        tokens, forwards = tokens + found[0], forwards + found[1]
+    simulated = accepted_per_verification(heads, model, known)
+    assert simulated == pytest.approx(tokens / forwards)
+    assert simulated > 1.2
+
+
+def test_training_learns_and_leaves_the_model_alone(llama, tmp_path):
+    model = llama(initializer_range=0.05)
+    before = copy.deepcopy(model.state_dict())
+    states = OnlineStates(model, rows(16, 24))
+    known = continuations(model, rows(2, 6), 16)
+    seen = []
+    options = HeadsOptions(kind="medusa", steps=30, learning_rate=1e-2, seconds_per_log=0)
+    heads = train_heads(model, states, known, options, seen.append, num_heads=2)
+    assert [progress.step for progress in seen] == list(range(31))
+    assert sum(progress.loss for progress in seen[-5:]) < sum(progress.loss for progress in seen[1:6])
+    assert seen[-1].share == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    save_heads(heads, tmp_path / "heads")
+    loaded = load_heads(tmp_path / "heads", model, "medusa")
+    assert accepted_per_verification(loaded, model, known) == seen[-1].accepted
+    again = train_heads(model, states, known, options, num_heads=2)
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
+
+
+def test_stored_states_are_the_computed_ones_and_give_the_same_heads(llama, tmp_path):
+    model, data = llama(), rows(7, 12)
+    told = []
+    stored = store_states(model, data, tmp_path, rows_per_shard=3, progress=lambda *done: told.append(done))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    online, indices = OnlineStates(model, data), torch.tensor([6, 0, 3])
+    for ours, theirs in zip(stored(indices), online(indices), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    size = sum(path.stat().st_size for path in tmp_path.glob("shard-*"))
+    assert 0 <= size - 7 * 12 * 32 * 4 < 3 * 256
+    # what is there stays, what is missing is made again
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")}
+    (tmp_path / "shard-00001.safetensors").unlink()
+    again = store_states(model, data, tmp_path, rows_per_shard=3)
+    changed = [path.name for path, time in times.items() if path.stat().st_mtime_ns != time]
+    assert changed == ["shard-00001.safetensors"]
+    assert torch.equal(again(indices)[1], stored(indices)[1])
+
+
+def test_stored_states_of_something_else_or_damaged_are_refused(llama, tmp_path):
+    model, data = llama(), rows(4, 12)
+    store_states(model, data, tmp_path)
+    with pytest.raises(ValueError, match="another text"):
+        StoredStates(tmp_path, rows(4, 12, seed=5))
+    with pytest.raises(ValueError, match="another model"):
+        store_states(llama(1), data, tmp_path)
+    shard = tmp_path / "shard-00000.safetensors"
+    tensors = load_file(shard)
+    tensors["hidden_states"][0, 0, 0] += 1
+    save_file(tensors, shard)
+    with pytest.raises(ValueError, match="damaged"):
+        StoredStates(tmp_path, data)
+    with pytest.raises(ValueError, match="no stored hidden states"):
+        StoredStates(tmp_path / "nowhere", data)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kind": "hydra", "steps": 1}, "medusa, eagle"),
+        ({}, "pass one of them"),
+        ({"minutes": 1, "steps": 1}, "pass one of them"),
+    ],
+)
+def test_options_that_cannot_be_say_why(options, says):
+    with pytest.raises(ValueError, match=says):
+        HeadsOptions(**options)
+
+
+def test_the_command_trains_saves_and_judges(model_of_bytes, tmp_path):
+    from typer.testing import CliRunner
+
+    from hfkv.cli.app import app
+
+    out = tmp_path / "heads"
+    options = ["--steps", "2", "--num-heads", "2", "--tokens", "32", "--states", str(tmp_path / "states"), "--json"]
+    done = CliRunner().invoke(app, ["distill-heads", str(model_of_bytes), str(out), *options])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert [point["step"] for point in told["simulated"]] == [0, 2]
+    assert json.loads((out / "config.json").read_text(encoding="utf-8"))["config"]["num_heads"] == 2
+    assert all(each["identical"] == each["prompts"] for each in told["judged"])
+    refused = CliRunner().invoke(app, ["distill-heads", str(model_of_bytes), str(out)])
+    assert refused.exit_code == 2
