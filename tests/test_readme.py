@@ -71,7 +71,7 @@ def test_make_target_exists(target):
 
 
 def test_every_command_shown_is_one():
-    shown = set(re.findall(r"^hfkv (\w+)", TEXT, re.MULTILINE))
+    shown = set(re.findall(r"^hfkv ([\w-]+)", TEXT, re.MULTILINE))
     assert shown == OWN.keys() | registry.manager().specs(hfkv.SubcommandSpec).keys()
 
 
