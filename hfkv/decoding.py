@@ -185,20 +185,28 @@ def check_trees(model: Any, cache: Any, name: str) -> None:
     Each node must see its ancestors alone, which takes a mask of our own, and what stands must be moved together in the
     cache, which takes one that keeps every token as it is.
     """
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import DynamicCache, DynamicLayer
 
     fix = f"Let the assistant {name!r} draft chains: leave `branches` out"
-    others = {type(layer).__name__ for layer in decoder_layers(cache) if type(layer) is not DynamicLayer}
+    config = model.config.get_text_config(decoder=True)
+    # a window that the model asks for needs its own mask, whatever cache was handed over
+    layers = [*decoder_layers(cache), *DynamicCache(config=config).layers]
+    others = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
     if others:
         raise NotImplementedError(
-            f"branches: a tree of drafts needs a cache that keeps every token as it is, and this one has layers of "
+            f"branches: a tree of drafts needs a cache that keeps every token as it is, and here are layers of "
             f"{', '.join(sorted(others))}. {fix}"
         )
     attention = model.config._attn_implementation
-    if attention not in ("sdpa", "eager") or "position_ids" not in inspect.signature(model.forward).parameters:
+    several = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
+    if (
+        attention not in ("sdpa", "eager")
+        or several
+        or "position_ids" not in inspect.signature(model.forward).parameters
+    ):
         raise NotImplementedError(
-            f"branches: a tree of drafts needs a mask and positions of its own, which {type(model).__name__} with "
-            f"attn_implementation={attention!r} does not take. {fix}"
+            f"branches: a tree of drafts needs a mask and one position a token of its own, which "
+            f"{type(model).__name__} with attn_implementation={attention!r} does not take. {fix}"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import hfkv
+from hfkv.decoding import cache_argument
 from hfkv.heads import EagleHead, MedusaHeads, save_heads
 from hfkv.speculation import Tree
 from hfkv.testing.models import PADDING, load
@@ -255,6 +256,11 @@ def test_trees_where_they_cannot_be_verified():
         NotImplementedError, match=r"keeps every token as it is.*Let the assistant 'medusa' draft chains"
     ):
         plain(model, prompt(), cache_implementation="kivi", **assisted)
+    sliding = load("gemma3", "sdpa").model
+    heads_of_sliding = hfkv.assistant("medusa", sliding, heads=MedusaHeads.for_model(sliding), branches=(2, 1))
+    for given in ({}, {cache_argument(sliding): transformers.DynamicCache()}):
+        with pytest.raises(NotImplementedError, match=r"here are layers of DynamicSlidingWindowLayer"):
+            plain(sliding, prompt(), **given, **heads_of_sliding)
     with pytest.raises(NotImplementedError, match=r"is for one row, and this batch has 2"):
         plain(model, prompt(rows=2), **assisted)
     with pytest.raises(ValueError, match=r"draft_sampling='rejection' is for chains"):
