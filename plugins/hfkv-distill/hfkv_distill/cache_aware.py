@@ -96,7 +96,12 @@ def attention_forward(
     """Transformers' sdpa attention over exact and quantized tokens, each query with its own boundary."""
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
     layer = _seen[-1].layer(module) if _seen else None
-    if layer is None or kwargs.get("sliding_window") is not None or query.shape[2] != key.shape[2]:
+    if (
+        layer is None
+        or layer.quantizer is None
+        or kwargs.get("sliding_window") is not None
+        or query.shape[2] != key.shape[2]
+    ):
         return original(module, query, key, value, attention_mask, *args, **kwargs)
     tokens = key.shape[2]
     packed = packed_tokens(torch.arange(tokens, device=key.device), layer)
@@ -104,7 +109,6 @@ def attention_forward(
     if count == 0:
         return original(module, query, key, value, attention_mask, *args, **kwargs)
     begin, quantizer = layer.sink_length, layer.quantizer
-    assert quantizer is not None
     old = slice(begin, begin + count)
     keys = straight_through(key[:, :, old], layer.key_format(key.shape[-1]), quantizer)
     values = straight_through(value[:, :, old], layer.value_format(value.shape[-1]), quantizer)

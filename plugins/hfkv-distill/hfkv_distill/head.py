@@ -44,11 +44,12 @@ class OutputHead:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.module: nn.Module | None = model.get_output_embeddings()
-        if self.module is None or model.config.is_encoder_decoder:
+        module = model.get_output_embeddings()
+        if module is None or model.config.is_encoder_decoder:
             raise NotImplementedError(
                 f"{type(model).__name__} is not a decoder with a language-modelling head, which distillation needs"
             )
+        self.module: nn.Module = module
         self.finish = _finish(model.config.get_text_config(decoder=True))
         self._check()
 
@@ -75,8 +76,6 @@ class OutputHead:
 
         ``see`` is called with ``[batch, tokens, hidden]`` and with the way on to logits.
         """
-        module = self.module
-        assert module is not None
 
         def forward(hidden_states: torch.Tensor) -> torch.Tensor:
             see(hidden_states, self.applied(original))
@@ -84,7 +83,7 @@ class OutputHead:
                 return original(hidden_states)
             return hidden_states.new_zeros((*hidden_states.shape[:-1], 0))
 
-        with replaced_forward(module, forward) as original:
+        with replaced_forward(self.module, forward) as original:
             yield
 
     @torch.no_grad()

@@ -214,7 +214,8 @@ def _trainer(
         per_device_train_batch_size=options.batch_size,
         per_device_eval_batch_size=options.batch_size,
         gradient_accumulation_steps=options.accumulation,
-        gradient_checkpointing=options.gradient_checkpointing,
+        # 5.24 has another name for it, and warns of this one even where it is False
+        **({"gradient_checkpointing": True} if options.gradient_checkpointing else {}),
         bf16=options.bf16,
         use_cpu=on_cpu,
         dataloader_pin_memory=not on_cpu,

@@ -33,7 +33,8 @@ class Targets:
 
     def before(self, states: torch.Tensor) -> torch.Tensor:
         """What a model makes of the tokens before the targets: ``[batch, tokens, ...]`` to ``[targets, ...]``."""
-        return states[:, :-1][self._places]
+        # a teacher may be on another device
+        return states[:, :-1][self._places.to(states.device)]
 
     def at(self, values: torch.Tensor) -> torch.Tensor:
         """What is stored with the targets: ``[batch, tokens, ...]`` to ``[targets, ...]``."""

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
-import hfkv
-
 from .cache_aware import CacheView, seeing
 from .chunked import Sums, Teacher, chunked_loss
 from .collator import IGNORED, DistillationCollator
@@ -26,7 +24,7 @@ from .losses import TopK
 from .matching import Matching
 from .meter import Meter
 from .on_policy import generated
-from .stored import StoredLogits
+from .preparation import prepared_teacher, stored_vocabulary
 from .targets import Targets
 from .vocabulary import common_vocabulary
 
@@ -87,9 +85,10 @@ class DistillationTrainer(Trainer):
         if args.torch_compile:
             raise NotImplementedError("torch_compile=True: the loss changes the model's forward, which is not compiled")
         tokenizer = arguments.get("processing_class")
+        pad = getattr(tokenizer, "pad_token_id", None)
+        self._collate = DistillationCollator(0 if pad is None else pad)
         if arguments.get("data_collator") is None:
-            pad = getattr(tokenizer, "pad_token_id", None)
-            arguments["data_collator"] = DistillationCollator(0 if pad is None else pad)
+            arguments["data_collator"] = self._collate
         super().__init__(model=model, args=args, **arguments)
         if args.n_gpu > 1:
             raise NotImplementedError(
@@ -99,61 +98,22 @@ class DistillationTrainer(Trainer):
         # the loss is divided by the targets of all accumulated batches, which count from the second token on
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
-        self.teacher_model = self._prepared_teacher(teacher_model)
+        self.teacher_model = prepared_teacher(teacher_model, self.model, args)
         self._head = OutputHead(self.model)
         self._teacher_head = None if self.teacher_model is None else OutputHead(self.teacher_model)
-        self._vocabulary = self._head.size
-        if self.teacher_model is not None:
-            self._check_teacher()
-            assert self._teacher_head is not None
+        self._vocabulary = (
+            stored_vocabulary(self.train_dataset, self.eval_dataset, teacher_model, args.temperature, self._head.size)
+            or self._head.size
+        )
+        if self._teacher_head is not None:
             self._vocabulary = common_vocabulary(
                 self._head.size, self._teacher_head.size, tokenizer, teacher_processing_class
             )
-        self._check_data()
         self._matching = self._make_matching()
         self._view = None
         if args.train_cache is not None:
             self._view = CacheView(self.model, args.train_cache, args.train_cache_config)
         self._trained, self._evaluated = Meter(), Meter()
-
-    def _prepared_teacher(self, teacher: PreTrainedModel | None) -> PreTrainedModel | None:
-        args = self.args
-        if teacher is None:
-            for name in ("lmbda", "hidden_weight", "attention_weight", "kv_weight", "teacher_weights"):
-                if getattr(args, name):
-                    raise ValueError(f"{name}={getattr(args, name)!r} needs teacher_model")
-            return None
-        if not args.objective.needs_teacher and not any(args.match_weights.values()):
-            raise ValueError("teacher_model would be ignored: alpha=1 learns from labels alone")
-        if args.teacher_weights is not None:
-            hfkv.quantize_weights(teacher, hfkv.WeightConfig(**args.teacher_weights))
-        teacher.requires_grad_(False)
-        return teacher.eval()
-
-    def _check_teacher(self) -> None:
-        assert self.teacher_model is not None
-        if self.teacher_model.config is getattr(self.model, "config", None):
-            raise ValueError("teacher_model and model share one config object: load or copy one of them anew")
-
-    def _check_data(self) -> None:
-        """Refuse stored logits that were made for another loss."""
-        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        for dataset in (self.train_dataset, *evaluated):
-            if not isinstance(dataset, StoredLogits):
-                continue
-            if self.teacher_model is not None:
-                raise ValueError("the data has stored logits and there is a teacher_model: pass one of them")
-            if dataset.temperature != self.args.temperature:
-                raise ValueError(
-                    f"temperature={self.args.temperature!r}, and the stored logits are at {dataset.temperature!r}: "
-                    "store them at that of the loss"
-                )
-            if dataset.vocabulary > self._head.size:
-                raise ValueError(
-                    f"the stored logits are of {dataset.vocabulary:,} outcomes, and the student knows "
-                    f"{self._head.size:,}. Fix: store_teacher_logits(vocabulary={self._head.size})"
-                )
-            self._vocabulary = dataset.vocabulary
 
     def _make_matching(self) -> Matching | None:
         args = self.args
@@ -257,7 +217,7 @@ class DistillationTrainer(Trainer):
         return generated(
             self.accelerator.unwrap_model(self.model),
             inputs,
-            self.data_collator,
+            self._collate,
             dice.randrange(2**31) + args.process_index,
             max_new_tokens=args.max_new_tokens,
             prompt_length=args.prompt_length,
@@ -273,6 +233,10 @@ class DistillationTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The loss of a batch, per target of all batches that are accumulated."""
+        if "labels" not in inputs:
+            raise ValueError(
+                f"a batch has no labels, only {', '.join(inputs)}. Fix: the default collator, or one that makes them"
+            )
         targets = Targets(inputs["labels"])
         outputs, sums = self._run_student(model, inputs, targets, *self._run_teacher(inputs, targets))
         (self._trained if model.training else self._evaluated).add(outputs["loss"], sums, len(targets))
@@ -290,14 +254,13 @@ class DistillationTrainer(Trainer):
         if "teacher_log_probabilities" in inputs:
             stored = TopK(*(targets.at(inputs[name]) for name in ("teacher_indices", "teacher_log_probabilities")))
             return stored.__getitem__, {}, targets
-        if self.teacher_model is None:
+        if self.teacher_model is None or self._teacher_head is None:
             if self.args.objective.needs_teacher:
                 raise ValueError(
                     f"alpha={self.args.alpha!r} needs a teacher. Fix: teacher_model=, data with stored logits "
                     "(StoredLogits), or alpha=1"
                 )
             return None, {}, targets
-        assert self._teacher_head is not None
         theirs = targets.of_teacher(inputs)
         prefix = "teacher_" if theirs is not targets else ""
         device = self.teacher_model.device
@@ -326,7 +289,6 @@ class DistillationTrainer(Trainer):
     ) -> tuple[Any, Sums]:  # fmt: skip
         """The student's outputs, whose loss is summed over the targets; what it is made of."""
         head, found = self._head, list[Any]()
-        assert head.module is not None
         own = {name: value for name, value in inputs.items() if name not in _OURS}
         wanted = {} if self._matching is None else self._matching.wanted("student")
 

@@ -274,3 +274,10 @@ def test_mixed_precision_is_near_full_precision(trainer):
         results.append(losses(made))
     assert results[0] == pytest.approx(results[1], rel=0.05)
     assert results[0] != results[1]
+
+
+def test_a_batch_without_labels_is_refused(trainer):
+    made = trainer()
+    made.data_collator = lambda rows: {"input_ids": torch.stack([row["input_ids"][:5] for row in rows])}
+    with pytest.raises(ValueError, match="no labels, only input_ids"):
+        made.train()
