@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from hfkv.cli import comparison
 from hfkv.cli.console import working
@@ -124,7 +127,7 @@ def run(
     decide, judge = split(content)
     decided_on = torch.cat(pieces(tokenizer, decide, DECIDE, tokens))
     judged_on = pieces(tokenizer, judge, JUDGE, tokens)
-    with working(console, "converting") as line:
+    with _no_other_bars(), working(console, "converting") as line:
         converted = convert(model, conversion, decided_on, line.say)
         line.say(f"writing {out}")
         converted.save_pretrained(out)
@@ -144,6 +147,18 @@ def run(
     record = json.dumps(summary.as_dict(), indent=2)
     (out / RECORD).write_text(record + "\n", encoding="utf-8")
     return summary
+
+
+@contextmanager
+def _no_other_bars() -> Iterator[None]:
+    """Without transformers' own progress bars, which would run into our line."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def main(
     kind: Annotated[
         Kind, typer.Option(metavar="KIND", help="medusa: heads that each look one token further; eagle: a layer.")
     ] = Kind.MEDUSA,
-    minutes: Annotated[float | None, typer.Option(metavar="N", min=0, help="How long to train; 20 by default.")] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="N", help="How long to train; 20 by default.")] = None,
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="How many steps to train, in place of a time.")
     ] = None,

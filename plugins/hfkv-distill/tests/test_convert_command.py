@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, cache_utils
 from typer.testing import CliRunner
 
 from hfkv.cli.app import app
@@ -43,7 +44,7 @@ def test_everything_at_once_is_written_and_told(model_of_bytes, tmp_path):
     )
 
 
-def test_a_converted_folder_is_converted_again_and_planned(model_of_bytes, tmp_path):
+def test_a_converted_folder_is_converted_again(model_of_bytes, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert convert(model_of_bytes, first, "--width", 0.5, "--tokens", 32).exit_code == 0
     done = convert(first, second, "--drop-layers", 2, "--tokens", 32)
@@ -51,10 +52,27 @@ def test_a_converted_folder_is_converted_again_and_planned(model_of_bytes, tmp_p
     assert "before healing" in done.output
     config = AutoModelForCausalLM.from_pretrained(second).config
     assert (config.num_hidden_layers, config.hidden_size, config.num_key_value_heads) == (2, 32, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--width 0.5", "--drop-layers 2", "--kv-heads 1", "--local 1:1 --window 16", "--share-layers 2"],
+)
+def test_what_is_planned_is_what_is_stored(model_of_bytes, tmp_path, options):
     pytest.importorskip("hfkv_lab")
-    asked = [str(second), "--memory", "8GB", "--context", "128", "--cache", "dynamic", "--json"]
-    planned = CliRunner().invoke(app, ["plan", *asked])
-    assert planned.exit_code == 0, planned.output
+    if "share" in options and not hasattr(cache_utils, "DummyLayer"):
+        pytest.skip(
+            f"transformers {transformers.__version__} has no layers without a cache, and plan reads configs alone"
+        )
+    out = tmp_path / "out"
+    done = convert(model_of_bytes, out, *options.split(), "--tokens", 32, "--context", 64, "--json")
+    assert done.exit_code == 0, done.output
+    stored = json.loads(done.stdout)["after"]
+    asked = [str(out), "--memory", "8GB", "--context", "64", "--cache", "dynamic", "--json"]
+    planned = json.loads(CliRunner().invoke(app, ["plan", *asked]).stdout)
+    assert planned["parameters"]["total"] == stored["parameters"]
+    # planned for 16 bits, stored in float32; a plan counts a number for each layer with a window as well
+    assert 0 <= 2 * planned["caches"]["plain"]["bytes"] - stored["kv_bytes"] <= 2 * 2 * 8
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,8 @@ def test_stored_states_of_something_else_or_damaged_are_refused(llama, tmp_path)
         ({"kind": "hydra", "steps": 1}, "medusa, eagle"),
         ({}, "pass one of them"),
         ({"minutes": 1, "steps": 1}, "pass one of them"),
+        ({"minutes": 0}, "more than 0"),
+        ({"steps": 1, "batch_size": 0}, "more than 0"),
     ],
 )
 def test_options_that_cannot_be_say_why(options, says):

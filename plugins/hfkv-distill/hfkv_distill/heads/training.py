@@ -58,6 +58,10 @@ class HeadsOptions:
             raise ValueError(f"kind={self.kind!r} is not known. Choose from: {', '.join(KINDS)}")
         if (self.minutes is None) == (self.steps is None):
             raise ValueError(f"minutes={self.minutes!r} and steps={self.steps!r}: pass one of them")
+        for name in ("minutes", "steps", "batch_size", "learning_rate", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value!r} must be more than 0")
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Progress:
     share
         Of the whole, 0 to 1.
     loss
-        Mean since the last one.
+        Of the last step; nan before the first.
     accepted
         Simulated new tokens per forward of the model; None between two simulations.
     """
