@@ -145,7 +145,7 @@ class AssistantSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(Spec):
-    """A distillation trainer; ``load`` names the trainer class."""
+    """A distillation trainer; ``load`` names the trainer class, whose ``config_class`` has its options."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,6 +162,19 @@ def test_every_option_of_an_installed_cache_is_shown():
             assert f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} |" in page
 
 
+def test_options_of_a_trainer_are_those_that_it_adds():
+    specs = registry.manager().specs(hfkv.TrainerSpec)
+    assert specs
+    for spec in specs.values():
+        page = plugin_pages.pages()[f"plugins/{registry.manager().owner(spec)}.md"]
+        config_class = spec.resolve().config_class
+        known, base = ({field.name for field in dataclasses.fields(c)} for c in (config_class, config_class.__base__))
+        added = known - base
+        assert added
+        assert {name for name in added if f"| `{name}` |" in page} == added
+        assert "| `output_dir` |" not in page
+
+
 def test_plugin_that_is_missing_from_the_site_is_reported(monkeypatch):
     manager = PluginManager([])
     manager.register(object(), "empty")

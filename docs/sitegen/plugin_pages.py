@@ -19,7 +19,7 @@ from hfkv.cache import CacheOptions, KVLayer
 from hfkv.registry import Plugin
 
 from . import docstrings, figures
-from .tables import code, options, table
+from .tables import code, options, own_options, table
 
 ROOT = Path(__file__).resolve().parents[2]
 # what each kind of record is called on the pages
@@ -117,6 +117,8 @@ def page(plugin: Plugin) -> str:
             parts += [_method(spec), _quantizer(spec)]
         elif isinstance(spec, specs.AssistantSpec):
             parts += [_method(spec), "### Options", options(spec.resolve().Options)]
+        elif isinstance(spec, specs.TrainerSpec):
+            parts += [_method(spec), "### Options", own_options(spec.resolve().config_class)]
         else:
             parts.append(f"{spec.summary[:1].upper()}{spec.summary[1:]}.")
         if spec.requires:

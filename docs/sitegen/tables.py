@@ -41,12 +41,18 @@ def code(value: Any) -> str:
 
 def options(options_class: Any) -> str:
     """The options of a technique: name, default and meaning, from its dataclass."""
+    return _options(dataclasses.fields(options_class))
+
+
+def own_options(options_class: Any) -> str:
+    """The options that a dataclass adds to those of its base."""
+    return _options([field for field in dataclasses.fields(options_class) if field.name in vars(options_class)])
+
+
+def _options(fields: Sequence[dataclasses.Field[Any]]) -> str:
     return table(
         ("Option", "Default", "Meaning"),
-        [
-            (code(field.name), code(repr(field.default)), field.metadata.get("help", ""))
-            for field in dataclasses.fields(options_class)
-        ],
+        [(code(field.name), code(repr(field.default)), field.metadata.get("help", "")) for field in fields],
     )
 
 

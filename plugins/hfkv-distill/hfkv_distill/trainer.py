@@ -66,6 +66,7 @@ class DistillationTrainer(Trainer):
         A model whose logits or layers are not understood.
     """
 
+    config_class = DistillationConfig
     args: DistillationConfig
 
     def __init__(
