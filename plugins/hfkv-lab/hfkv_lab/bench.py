@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel, StaticCache, StoppingCriteria
 
+from hfkv import integration
 from hfkv.cache.memory import memory
 from hfkv.cli.settings import PLAIN, QUANTIZED, Setting
 
 from .peak import peak
+
+# transformers' cache of a fixed length
+STATIC = "static"
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class _Clock(StoppingCriteria):
 def default_settings(has_kivi: bool) -> list[Setting]:
     """Transformers' own caches, and kivi where it is installed."""
     ours = [Setting("kivi", {"nbits": 4}), Setting("kivi", {"nbits": 2})] if has_kivi else []
-    return [PLAIN, Setting("static"), Setting(QUANTIZED), *ours]
+    return [PLAIN, Setting(STATIC), Setting(QUANTIZED), *ours]
 
 
 def unavailable(setting: Setting) -> str | None:
@@ -163,18 +167,27 @@ def _generate(model: Any, prompts: torch.Tensor, setting: Setting, new_tokens: i
         min_new_tokens=new_tokens,
         return_dict_in_generate=True,
         stopping_criteria=[clock],
-        **setting.generate_arguments(),
+        **_cache_arguments(model, setting, prompts.shape[1] + new_tokens),
     )
     return clock.times, output
 
 
-def knee(latency: Sequence[float], throughput: Sequence[float]) -> int:
+def _cache_arguments(model: Any, setting: Setting, tokens: int) -> dict[str, Any]:
+    """The keywords for `generate`."""
+    if setting.name != STATIC:
+        return setting.generate_arguments()
+    # by its name, transformers makes it as long as the longest that the model has had before
+    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=tokens)
+    return {integration.cache_argument(model): cache}
+
+
+def knee(latency: Sequence[float], throughput: Sequence[float]) -> int | None:
     """The index after which more latency buys little throughput: farthest above the line from first to last.
+
+    None where no point lies above that line: each bit of latency buys as much throughput as the one before, or more.
 
     Satopaa et al., "Finding a 'Kneedle' in a Haystack: Detecting Knee Points in System Behavior", 2011.
     """
-    if len(latency) < 3:
-        return len(latency) - 1
     wide, high = latency[-1] - latency[0], throughput[-1] - throughput[0]
     if wide <= 0 or high <= 0:
         # the last is no slower, or brings nothing: the one with the most throughput
@@ -183,4 +196,5 @@ def knee(latency: Sequence[float], throughput: Sequence[float]) -> int:
         (rate - throughput[0]) / high - (delay - latency[0]) / wide
         for delay, rate in zip(latency, throughput, strict=True)
     ]
-    return max(range(len(above)), key=lambda index: above[index])
+    best = max(range(len(above)), key=lambda index: above[index])
+    return best if above[best] > 0 else None

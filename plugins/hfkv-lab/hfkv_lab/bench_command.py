@@ -27,7 +27,7 @@ def main(
         list[int] | None,
         typer.Option(metavar="N", min=1, help=f"Rows of a batch; may be repeated. {', '.join(map(str, BATCHES))}."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(metavar="N", min=3, help="Tokens to generate in each run.")] = 24,
+    new_tokens: Annotated[int, typer.Option(metavar="N", min=3, help="Tokens to generate in each run.")] = 16,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often each run is repeated.")] = 3,
     gguf_file: GGUFFile = None,
     dtype: DTypeOption = DType.FLOAT32,

@@ -24,19 +24,19 @@ def page(title: str, facts: Mapping[str, str], found: Bench, contexts: Sequence[
         Batch sizes that all caches were measured at, with the first length.
     """
     parts: list[Table | Figure] = [_times(found), _bytes(found)]
-    knees: dict[str, int] = {}
+    knees: dict[str, int | None] = {}
     if len(contexts) > 1:
         parts.append(_context_figure(found, contexts, batches[0]))
     if len(batches) > 1:
         knees = {
-            label: _batches(found, label, contexts[0])[index].load.batch_size
+            label: None if index is None else _batches(found, label, contexts[0])[index].load.batch_size
             for label, index in _knees(found, contexts[0]).items()
         }
         parts += [_batch_table(knees, found, contexts[0]), _batch_figure(found, contexts[0])]
     return Page(title, dict(facts), parts, data(found, knees))
 
 
-def data(found: Bench, knees: Mapping[str, int]) -> dict[str, Any]:
+def data(found: Bench, knees: Mapping[str, int | None]) -> dict[str, Any]:
     """What ``--json`` prints."""
     return {
         "runs": [
@@ -133,13 +133,13 @@ def _throughput(runs: Sequence[Measured]) -> list[float]:
     return [statistics.median(one.tokens_per_second) for one in runs]
 
 
-def _knees(found: Bench, context: int) -> dict[str, int]:
-    """For each cache, the index of the batch size at which the curve bends."""
+def _knees(found: Bench, context: int) -> dict[str, int | None]:
+    """For each cache, the index of the batch size at which the curve bends; None where it does not."""
     by_label = {label: _batches(found, label, context) for label in _labels(found)}
     return {label: knee(_latency(runs), _throughput(runs)) for label, runs in by_label.items()}
 
 
-def _batch_table(knees: Mapping[str, int], found: Bench, context: int) -> Table:
+def _batch_table(knees: Mapping[str, int | None], found: Bench, context: int) -> Table:
     rows = []
     for label in _labels(found):
         for one in _batches(found, label, context):
@@ -156,7 +156,10 @@ def _batch_table(knees: Mapping[str, int], found: Bench, context: int) -> Table:
         f"Throughput against latency at {context:,} tokens",
         ("cache", "batch", "per token", "tokens/s", ""),
         rows,
-        ["knee: beyond it, the curve of tokens/s over ms per token is flatter than on average."],
+        [
+            "knee: beyond it, the curve of tokens/s over ms per token is flatter than on average. None: it does not "
+            "flatten, and a larger batch may still pay."
+        ],
     )
 
 
@@ -187,14 +190,15 @@ def _batch_figure(found: Bench, context: int) -> Figure:
         for label, index in _knees(found, context).items():
             runs = _batches(found, label, context)
             (line,) = axes.plot(_latency(runs), _throughput(runs), marker="o", label=label)
-            axes.plot(
-                [_latency(runs)[index]],
-                [_throughput(runs)[index]],
-                marker="o",
-                markersize=13,
-                fillstyle="none",
-                color=line.get_color(),
-            )
+            if index is not None:
+                axes.plot(
+                    [_latency(runs)[index]],
+                    [_throughput(runs)[index]],
+                    marker="o",
+                    markersize=13,
+                    fillstyle="none",
+                    color=line.get_color(),
+                )
             for one, x, y in zip(runs, _latency(runs), _throughput(runs), strict=True):
                 axes.annotate(f"{one.load.batch_size}", (x, y), textcoords="offset points", xytext=(6, -10), fontsize=8)
         axes.set_xlabel("ms per token")

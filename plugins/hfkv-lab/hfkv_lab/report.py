@@ -28,8 +28,8 @@ dt,.note,footer{color:var(--dim)} dd{margin:0}
 .wide{overflow-x:auto;border:1px solid var(--grid);border-radius:6px;background:
 linear-gradient(to right,var(--paper) 40%,transparent) 0 0/2.4rem 100% no-repeat local,
 linear-gradient(to left,var(--paper) 40%,transparent) 100% 0/2.4rem 100% no-repeat local,
-linear-gradient(to right,var(--shade),transparent) 0 0/.8rem 100% no-repeat scroll,
-linear-gradient(to left,var(--shade),transparent) 100% 0/.8rem 100% no-repeat scroll}
+linear-gradient(to right,var(--shade),transparent) -2px 0/.8rem 100% no-repeat scroll,
+linear-gradient(to left,var(--shade),transparent) calc(100% + 2px) 0/.8rem 100% no-repeat scroll}
 table{border-collapse:collapse;width:100%;font-size:.9rem}
 th,td{padding:.35rem .7rem;text-align:left;vertical-align:top}
 th{border-bottom:1px solid var(--grid);white-space:nowrap}

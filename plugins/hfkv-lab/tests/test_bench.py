@@ -24,7 +24,8 @@ PLAIN, KIVI = Setting("dynamic"), parse_cache("kivi:nbits=4,group_size=8,residua
 def test_runs_are_in_turns_and_bytes_are_the_caches(small):
     ids = torch.randint(0, 256, (2, 300))
     said = []
-    loads = [Load(1, 100, 4), Load(2, 300, 4)]
+    # the shorter one last: a static cache is made for it, and not kept from before
+    loads = [Load(2, 300, 4), Load(1, 100, 4)]
     found = bench(small, ids, [PLAIN, Setting("static"), KIVI], loads, rounds=3, step=said.append)
     # each round runs all three, each time another one first
     order = [text.split()[0].rstrip(":") for text in said if text is not None and "warming" not in text]
@@ -35,7 +36,9 @@ def test_runs_are_in_turns_and_bytes_are_the_caches(small):
         # the last new token is not in the cache
         assert plain.stored_bytes == TOKEN * load.batch_size * (load.context + 3)
         assert by_name[KIVI.label, load].stored_bytes < plain.stored_bytes / 2
-        assert by_name["static", load].stored_bytes >= plain.stored_bytes
+        # keys and values for every token that there will be, and a counter of 8 bytes in each layer
+        static = by_name["static", load].stored_bytes
+        assert TOKEN * load.batch_size * (load.context + 4) <= static <= TOKEN * load.batch_size * (load.context + 5)
     for one in found.measured:
         assert len(one.first_token) == len(one.per_token) == len(one.peak_bytes) == 3
         assert all(seconds > 0 for seconds in one.first_token + one.per_token)
@@ -95,7 +98,10 @@ def test_knee_is_where_the_curve_bends():
     assert knee(latency, rate) == 3
     assert knee([1, 1, 1, 1], [1, 2, 4, 8]) == 3
     assert knee([1, 2, 3], [9, 8, 7]) == 0
-    assert knee([1, 2], [1, 2]) == 1
+    # a straight line, and one that gets steeper
+    assert knee([1, 2], [1, 2]) is None
+    assert knee([1, 2, 3], [1, 2, 3]) is None
+    assert knee([41, 77, 106], [24, 25, 37]) is None
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +133,7 @@ def test_command_prints_tables_json_and_a_report(folder, tmp_path):
     assert [one["cache"] for one in found["runs"][:3]] == ["plain", "static", KIVI.label]
     assert found["runs"][0]["stored_bytes"] == TOKEN * 67
     assert set(found["knees"]) == {"plain", "static", KIVI.label}
-    assert set(found["knees"].values()) <= {1, 2, 3}
+    assert set(found["knees"].values()) <= {1, 2, 3, None}
 
 
 def test_transformers_quantized_cache_is_measured(folder):
