@@ -32,15 +32,16 @@ linear-gradient(to right,var(--shade),transparent) -2px 0/.8rem 100% no-repeat s
 linear-gradient(to left,var(--shade),transparent) calc(100% + 2px) 0/.8rem 100% no-repeat scroll}
 table{border-collapse:collapse;width:100%;font-size:.9rem}
 th,td{padding:.35rem .7rem;text-align:left;vertical-align:top}
-th{border-bottom:1px solid var(--grid);white-space:nowrap}
-td:first-child{min-width:7rem} td.n{white-space:nowrap}
+th{border-bottom:1px solid var(--grid);vertical-align:bottom}
+td:first-child:not(.n){min-width:7rem} td.n,td span{white-space:nowrap}
 th.n,td.n{text-align:right;font-variant-numeric:tabular-nums}
 tr:nth-child(even) td{background:var(--band)}
 figure{margin:0} svg{display:block;width:100%;max-width:46rem;height:auto}
 .note{font-size:.85rem;margin:.4rem 0 0}
 footer{margin-top:3rem;font-size:.85rem}
 @media (max-width:40rem){body{padding:.8rem} dl{grid-template-columns:minmax(0,1fr)} dd{margin-bottom:.4rem}
-table{font-size:.72rem} th,td{padding:.25rem .3rem} th,td.n{white-space:normal} td:first-child{min-width:0}}
+table{font-size:.72rem} th,td{padding:.25rem .3rem} td.n,td span{white-space:normal}
+td:first-child:not(.n){min-width:0}}
 """
 
 
@@ -63,7 +64,7 @@ def _table(part: Table) -> str:
     kinds = [' class="n"' if right else "" for right in right_columns(part)]
     head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(kinds, part.header, strict=True))
     rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(text)}</td>" for kind, text in zip(kinds, row, strict=True)) + "</tr>\n"
+        "<tr>" + "".join(f"<td{kind}>{_cell(text)}</td>" for kind, text in zip(kinds, row, strict=True)) + "</tr>\n"
         for row in part.rows
     )
     return (
@@ -71,6 +72,11 @@ def _table(part: Table) -> str:
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
         f"{_notes(part)}</section>\n"
     )
+
+
+def _cell(text: str) -> str:
+    # an interval stays on one line where there is room
+    return re.sub(r"\([^()]+ to [^()]+\)", r"<span>\g<0></span>", escape(text))
 
 
 def _figure(part: Figure, prefix: str) -> str:
