@@ -77,7 +77,7 @@ def tune(
     state = State(state_file, about)
     scores: dict[str, Scores] = {}
     for sample in texts.values():
-        steps.step(f"reading the text of the {sample.name} with the plain cache")
+        steps.step(f"reading the {sample.name} text with the plain cache")
         scores[sample.name] = _kept(state, sample.name, Scorer(model, sample.input_ids, sample.prefill, CHUNK))
     like = None if goal.like is None else scores["search"](goal.like.name, goal.like.options)
     limit = like.kl if like is not None else goal.limit or 0.0
