@@ -75,8 +75,9 @@ def _table(part: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    # an interval stays on one line where there is room
-    return re.sub(r"\([^()]+ to [^()]+\)", r"<span>\g<0></span>", escape(text))
+    # an interval stays on one line where there is room, and 1e-05 always: a word joiner after the hyphen
+    whole = re.sub(r"(\de-)(\d)", r"\1&#8288;\2", escape(text))
+    return re.sub(r"\([^()]+ to [^()]+\)", r"<span>\g<0></span>", whole)
 
 
 def _figure(part: Figure, prefix: str) -> str:

@@ -211,7 +211,7 @@ def _sensitivity_figure(found: list[Sensitivity]) -> Figure:
         axes.set_yscale("log")
         axes.set_xlabel("layer")
         axes.set_ylabel("KL")
-        axes.legend(ncols=2)
+        canvas.legend(loc="outside upper center", ncols=3)
 
     return Figure(
         "What each layer costs alone", draw, "Divergence by layer: keys as solid lines, values as dashed ones, by bits."

@@ -90,6 +90,12 @@ def test_report_is_whole_and_loads_nothing():
     assert set(found.uses) <= set(found.ids)
 
 
+def test_numbers_do_not_break_and_intervals_stay_whole():
+    text = html(Page("", {}, [Table("", ("a", "b"), [("1.2e-05", "0.1 (<1e-05 to 0.2)")])], None))
+    assert '<td class="n">1.2e-&#8288;05</td>' in text
+    assert "<td>0.1 <span>(&lt;1e-&#8288;05 to 0.2)</span></td>" in text
+
+
 def test_plot_takes_the_colours_of_the_page():
     text = html(PAGE)
     assert "var(--ink)" in text.partition("<svg")[2]
