@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hfkv import registry
 from hfkv.heads import EagleHead, MedusaHeads, load_heads, save_heads
 from hfkv.heads.eagle import shift
+from hfkv.specs import AssistantSpec
 from hfkv_distill.heads import HeadsOptions, OnlineStates, StoredStates, accepted_per_verification, store_states
 from hfkv_distill.heads.acceptance import EAGLE_DRAFT, continuations
 from hfkv_distill.heads.losses import DECAY, PASSES, HeadsLoss
@@ -215,6 +217,8 @@ def test_the_command_trains_saves_and_judges(model_of_bytes, tmp_path):
     told = json.loads(done.stdout)
     assert [point["step"] for point in told["simulated"]] == [0, 2]
     assert json.loads((out / "config.json").read_text(encoding="utf-8"))["config"]["num_heads"] == 2
-    assert all(each["identical"] == each["prompts"] for each in told["judged"])
+    known = registry.manager().specs(AssistantSpec)
+    assert [each["assistant"] for each in told["judged"]] == [name for name in ("medusa", "lookup") if name in known]
+    assert all(each["identical"] == each["prompts"] == 8 for each in told["judged"])
     refused = CliRunner().invoke(app, ["distill-heads", str(model_of_bytes), str(out)])
     assert refused.exit_code == 2
