@@ -254,6 +254,7 @@ def test_figure_that_is_not_there_is_refused(tmp_path):
         figures.load(tmp_path)
     (tmp_path / "quality.svg").write_text("<svg/>")
     assert "![quality over bits](quality.svg)\n\n| Bits | KL |" in figures.every(tmp_path)
+    assert f"![quality over bits](../{tmp_path.name}/quality.svg)" in figures.about("kivi", tmp_path, top="../")
 
 
 def test_long_table_is_folded(tmp_path):

@@ -13,7 +13,7 @@ A file holds one table::
     }
 
 ``plugins`` says on whose pages the table is shown too. ``columns`` gives the keys of a row in order, with their heads.
-A study has a picture beside its table: ``"figure": {"file": "axes.svg", "description": "what it shows"}``.
+A table may have a picture beside it: ``"figure": {"file": "axes.svg", "description": "what it shows"}``.
 """
 
 from __future__ import annotations
@@ -66,14 +66,18 @@ def studies(folder: Path = STUDIES) -> str:
     return every(folder)
 
 
-def about(plugin: str, folder: Path = FOLDER) -> str:
-    """The tables that concern a plugin; an empty string where nothing has been measured."""
+def about(plugin: str, folder: Path = FOLDER, *, top: str = "") -> str:
+    """The tables that concern a plugin; an empty string where nothing has been measured.
+
+    ``top`` leads from the page that shows them to the top of the documentation.
+    """
     return "\n\n".join(
-        f"### {figure['title']}\n\n{_body(figure)}" for figure in load(folder) if plugin in figure["plugins"]
+        f"### {figure['title']}\n\n{_body(figure, f'{top}{folder.name}/')}" for figure in load(folder) if plugin in figure["plugins"]
     )
 
 
-def _body(figure: dict[str, Any]) -> str:
+def _body(figure: dict[str, Any], beside: str = "") -> str:
+    """What is shown of a table; ``beside`` leads from the page to the table's own folder."""
     columns = figure["columns"]
     rows = [[_number(row[key]) for key in columns] for row in figure["rows"]]
     versions = ", ".join(f"{name} {version}" for name, version in figure["versions"].items())
@@ -82,7 +86,7 @@ def _body(figure: dict[str, Any]) -> str:
         # blank lines inside: Markdown in HTML
         numbers = f'<details markdown="1"><summary>All {len(rows)} rows</summary>\n\n{numbers}\n\n</details>'
     picture = figure.get("figure")
-    shown = [] if picture is None else [f"![{picture['description']}]({picture['file']})"]
+    shown = [] if picture is None else [f"![{picture['description']}]({beside}{picture['file']})"]
     return "\n\n".join(
         [
             figure["about"],

@@ -123,7 +123,7 @@ def page(plugin: Plugin) -> str:
             parts.append(f"{spec.summary[:1].upper()}{spec.summary[1:]}.")
         if spec.requires:
             parts.append("Needs " + ", ".join(map(code, spec.requires)) + ".")
-    measured = figures.about(plugin.name)
+    measured = figures.about(plugin.name, top="../")
     if measured:
         parts += ["## Measured", measured]
     return "\n\n".join(filter(None, parts)) + "\n"
