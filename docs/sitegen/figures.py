@@ -71,9 +71,9 @@ def about(plugin: str, folder: Path = FOLDER, *, top: str = "") -> str:
 
     ``top`` leads from the page that shows them to the top of the documentation.
     """
-    return "\n\n".join(
-        f"### {figure['title']}\n\n{_body(figure, f'{top}{folder.name}/')}" for figure in load(folder) if plugin in figure["plugins"]
-    )
+    beside = f"{top}{folder.name}/"
+    shown = [figure for figure in load(folder) if plugin in figure["plugins"]]
+    return "\n\n".join(f"### {figure['title']}\n\n{_body(figure, beside)}" for figure in shown)
 
 
 def _body(figure: dict[str, Any], beside: str = "") -> str:
