@@ -396,11 +396,12 @@ STUDIES: dict[str, Callable[[Case], Iterator[dict[str, Any]]]] = {
 
 
 def save(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Write a table for the docs; rows of other names that are there already stay."""
+    """Write a table for the docs; rows of other names stay, where they have the same columns."""
     title, about = TITLES[options.study]
     if options.save.exists():
-        names = {row["what"] for row in rows}
-        rows = [row for row in json.loads(options.save.read_text())["rows"] if row["what"] not in names] + rows
+        names, columns = {row["what"] for row in rows}, rows[0].keys()
+        old = json.loads(options.save.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in old if row["what"] not in names and row.keys() == columns] + rows
     asked = "".join(
         f" --{name.replace('_', '-')} {value}"
         for name, value in vars(options).items()
