@@ -52,12 +52,10 @@ def wrap_interface(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _for_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     """An attention function that leaves the handles of windowed layers to our own."""
-    import torch
-
     from .cache.window import WindowHandle
-    from .kernels.window import attend
+    from .kernels.window import attend as attend_window
 
-    attend = torch.compiler.disable(attend)
+    attend = _outside_graphs(attend_window)
 
     @functools.wraps(original)
     def attention_forward(
@@ -78,12 +76,25 @@ def _for_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention_forward
 
 
-def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' sdpa attention, which runs the fused kernels where keys and values are packed handles."""
+def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch.compile leaves alone, and that costs no more than itself where nothing is compiled."""
     import torch
 
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return call
+
+
+def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' sdpa attention, which runs the fused kernels where keys and values are packed handles."""
+    from .cache.view import KVHandle
+
     # the choice of a kernel is made once, outside any graph; attention without handles compiles as ever
-    attend = torch.compiler.disable(_attend)
+    attend = _outside_graphs(_attend)
 
     @functools.wraps(original)
     def sdpa_attention_forward(
@@ -95,8 +106,6 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        from .cache.view import KVHandle
-
         if not isinstance(key, KVHandle):
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         plain = not args and not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _CHANGES_SCORES)

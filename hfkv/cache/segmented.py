@@ -180,8 +180,9 @@ class SegmentedLayer(KVLayer):
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self._exact is None:
             return None
+        # every step comes by: `narrow` takes a third of the time of an index expression
         keys, values = self._exact
-        return keys[:, :, : self._exact_length], values[:, :, : self._exact_length]
+        return keys.narrow(2, 0, self._exact_length), values.narrow(2, 0, self._exact_length)
 
     @property
     def _recorded(self) -> int:
@@ -194,12 +195,13 @@ class SegmentedLayer(KVLayer):
         return self.sink_length + self.residual_length + self.block_length + recorded
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        length = self._exact_length + key_states.shape[2]
+        count = key_states.shape[2]
+        length = self._exact_length + count
         if self._exact is None:
             self._exact = (key_states, value_states)
         elif length <= self._exact[0].shape[2]:
             for buffer, states in zip(self._exact, (key_states, value_states), strict=True):
-                buffer[:, :, self._exact_length : length] = states
+                buffer.narrow(2, self._exact_length, count).copy_(states)
         else:
             keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
             self._exact = torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
@@ -228,9 +230,9 @@ class SegmentedLayer(KVLayer):
         return buffer
 
     def _attended(self) -> tuple[torch.Tensor, torch.Tensor]:
-        exact = self._exact_states()
-        assert exact is not None
         if self._packed is None:
+            exact = self._exact_states()
+            assert exact is not None
             return exact
         view = self._view()
         return KVHandle(view, "keys"), KVHandle(view, "values")
@@ -255,13 +257,13 @@ class SegmentedLayer(KVLayer):
 
         Says whether the exact tokens are others than before.
         """
-        exact = self._exact_states()
-        assert exact is not None
         residual = self.residual_length + (self._recorded if self.quantizer is None else 0)
         count = max(0, (self._exact_length - self.sink_length - residual) // self.block_length)
         behind = self._blocks_behind()
         if count == behind == 0:
             return False
+        exact = self._exact_states()
+        assert exact is not None
         if not self._is_split:
             order = self.padding.order(self.sink_length)
             if order is not None and order.shape[1] > self._exact_length:
