@@ -7,14 +7,11 @@ import re
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hfkv.cli.models import DType
-
-if TYPE_CHECKING:
-    pass
 
 
 class DropBy(StrEnum):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerBase
 
-# share of the text that nothing is decided on
-HELD_OUT = 0.1
+from ..texts import HELD_OUT
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None, length: int) -> list[torch.Tensor]:
