@@ -1,6 +1,6 @@
 """The parts that a cache technique is built from."""
 
-from .layer import KVLayer, LayerContext, StateShape, check_crop
+from .layer import KVLayer, LayerContext, StateShape, check_crop, coarsely
 from .options import CacheOptions, check_choice, check_length, option
 from .packed import PackedBlocks, PackedFormat, PackedStore
 from .padding import Padding
@@ -30,6 +30,7 @@ __all__ = [
     "check_choice",
     "check_crop",
     "check_length",
+    "coarsely",
     "find_rotation",
     "make_window",
     "option",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -80,6 +81,9 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
+    # set while drafting (`coarsely`): attention is given the upper halves of hierarchical codes
+    reads_upper_half = False
+
     def __init__(self, options: CacheOptions, context: LayerContext) -> None:
         # not super().__init__(), which assigns to `keys` and `values`: here they are views of what is stored
         self.options = options
@@ -152,6 +156,11 @@ class KVLayer(CacheLayerMixin):
         this at once decodes what one token at a time does.
         """
         return None
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether what is stored has a coarser view in it, to draft from."""
+        return False
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -242,6 +251,19 @@ class KVLayer(CacheLayerMixin):
         if states is None:
             raise AttributeError("batch_size is not known before the first tokens")
         return states[0].shape[0]
+
+
+@contextmanager
+def coarsely(layers: Iterable[Any]) -> Iterator[None]:
+    """Give attention the coarser view of hierarchical layers, for drafts; other layers are read as ever."""
+    hierarchical = [layer for layer in layers if isinstance(layer, KVLayer) and layer.is_hierarchical]
+    for layer in hierarchical:
+        layer.reads_upper_half = True
+    try:
+        yield
+    finally:
+        for layer in hierarchical:
+            layer.reads_upper_half = False
 
 
 def check_crop(tokens_to_remove: int) -> int:

@@ -7,6 +7,10 @@ A block holds ``group_size`` tokens. Its elements are cut into groups that share
 
 A group's codes lie next to each other, so that a kernel unpacks one group with one load and folds its scale into
 what it multiplies. An element is ``levels[code] * scale + offset``, where ``levels`` is 0, 1, 2, ... or a codebook.
+
+Codes of 8 bits can be hierarchical (Tiwari et al., "QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV
+Cache", 2025): the upper halves of a block's codes come first, then the lower ones. The upper halves alone are blocks of
+4 bits with the same scales and offsets: a coarser view that takes no memory, and half of the codes to read.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import torch
 
 Axis = Literal["channel", "token"]
 SCALE_DTYPE = torch.float16
+# what the upper half of an 8-bit code stands for: the middle of the 16 codes that have it
+UPPER_HALVES = tuple(16.0 * half + 8 for half in range(16))
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -43,6 +49,13 @@ class PackedFormat:
         Channels of a token.
     codebook
         ``2**nbits`` levels in place of the uniform grid, or None.
+    hierarchical
+        Whether the 8 bits of a code are in two planes of 4, which the uniform grid alone can be.
+
+    Raises
+    ------
+    ValueError
+        Hierarchical codes of other than 8 bits, or of a codebook.
     """
 
     nbits: int
@@ -50,6 +63,13 @@ class PackedFormat:
     group_size: int
     head_dim: int
     codebook: tuple[float, ...] | None = None
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what can be hierarchical."""
+        if self.hierarchical and (self.nbits != 8 or self.codebook is not None):
+            kind = f"{self.nbits} bits" if self.codebook is None else "a codebook"
+            raise ValueError(f"hierarchical codes are the 8 bits of a uniform grid, and these have {kind}")
 
     @property
     def block_length(self) -> int:
@@ -79,6 +99,16 @@ class PackedFormat:
         return self.group * self.nbits // 8
 
     @cached_property
+    def planes(self) -> int:
+        """Into how many planes the codes of a block are cut, one after the other."""
+        return 2 if self.hierarchical else 1
+
+    @cached_property
+    def upper_half(self) -> PackedFormat:
+        """The format of the upper halves of hierarchical codes."""
+        return replace(self, nbits=4, codebook=UPPER_HALVES, hierarchical=False)
+
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block of one head: codes, scales and offsets."""
         return self.groups * (self.group_bytes + 2 * SCALE_DTYPE.itemsize)
@@ -91,10 +121,11 @@ class PackedBlocks:
     Attributes
     ----------
     codes
-        ``[batch, kv_heads, blocks, groups, group_bytes]`` uint8. Groups are in the order of the channels
-        (``axis="channel"``) or of (run of channels, token). Within a group of ``g`` elements, byte ``i`` of the
-        ``g * nbits / 8`` holds elements ``i``, ``i + bytes``, ``i + 2 * bytes``, ... from the lowest bits up. Three
-        bits are two planes: the low two bits so, then the high bits, element ``e`` at bit ``e % 8`` of byte ``e // 8``.
+        ``[batch, kv_heads, blocks, planes * groups, group_bytes / planes]`` uint8. Groups are in the order of the
+        channels (``axis="channel"``) or of (run of channels, token). Within a group of ``g`` elements, byte ``i`` of
+        the ``g * nbits / 8`` holds elements ``i``, ``i + bytes``, ``i + 2 * bytes``, ... from the lowest bits up. Three
+        bits are two parts: the low two bits so, then the high bits, element ``e`` at bit ``e % 8`` of byte ``e // 8``.
+        Hierarchical codes are two planes of 4 bits: the upper halves of all groups, then the lower ones.
     scale, offset
         ``[batch, kv_heads, blocks, groups]`` float16.
     """
@@ -114,6 +145,13 @@ class PackedBlocks:
         """Number of tokens."""
         return self.count * self.format.block_length
 
+    @cached_property
+    def upper_half(self) -> PackedBlocks:
+        """A view of the upper halves of hierarchical codes; the blocks themselves where there is one plane."""
+        if not self.format.hierarchical:
+            return self
+        return replace(self, format=self.format.upper_half, codes=self.codes.narrow(3, 0, self.format.groups))
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
         """The same blocks with every tensor passed through a function."""
         return replace(self, codes=function(self.codes), scale=function(self.scale), offset=function(self.offset))
@@ -128,9 +166,10 @@ class PackedBlocks:
     ) -> PackedBlocks:
         """Uninitialized room for ``count`` blocks."""
         shape = (batch, heads, count, format.groups)
+        rows, row_bytes = format.planes * format.groups, format.group_bytes // format.planes
         return PackedBlocks(
             format,
-            torch.empty(*shape, format.group_bytes, dtype=torch.uint8, device=device),
+            torch.empty(*shape[:3], rows, row_bytes, dtype=torch.uint8, device=device),
             torch.empty(shape, dtype=SCALE_DTYPE, device=device),
             torch.empty(shape, dtype=SCALE_DTYPE, device=device),
         )

@@ -165,6 +165,8 @@ class SegmentedLayer(KVLayer):
         packed = None
         if self._packed is not None and self._packed_length:
             packed = self._packed[0].view(), self._packed[1].view()
+            if self.reads_upper_half:
+                packed = packed[0].upper_half, packed[1].upper_half
         order = self._order if self._is_split else self.padding.order(self.sink_length)
         order = None if order is None else order.to(keys.device)
         view = WindowView.of(
@@ -234,7 +236,7 @@ class SegmentedLayer(KVLayer):
             exact = self._exact_states()
             assert exact is not None
             return exact
-        view = self._view()
+        view = self._view().coarse() if self.reads_upper_half else self._view()
         return KVHandle(view, "keys"), KVHandle(view, "values")
 
     def _view(self) -> KVView:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,10 @@ class KVView:
     def length(self) -> int:
         """Tokens, of all segments."""
         return self.keys.length + self.exact_keys.shape[2]
+
+    def coarse(self) -> KVView:
+        """The same tokens, of hierarchical codes the upper halves alone."""
+        return replace(self, keys=self.keys.upper_half, values=self.values.upper_half)
 
     def dense(self, name: Literal["keys", "values"]) -> torch.Tensor:
         """``[batch, kv_heads, tokens, head_dim]`` in full precision, in token order."""

@@ -43,6 +43,21 @@ def unpack_codes(packed: torch.Tensor, nbits: int) -> torch.Tensor:
     return torch.cat([(packed >> shift) & mask for shift in range(0, 8, nbits)], dim=-1)
 
 
+def pack_planes(codes: torch.Tensor, format: PackedFormat) -> torch.Tensor:
+    """Codes of blocks ``[..., groups, group]`` to bytes, those of hierarchical ones in two planes."""
+    if not format.hierarchical:
+        return pack_codes(codes, format.nbits)
+    return torch.cat([pack_codes(codes >> 4, 4), pack_codes(codes & 15, 4)], dim=-2)
+
+
+def unpack_planes(packed: torch.Tensor, format: PackedFormat) -> torch.Tensor:
+    """The inverse of `pack_planes`."""
+    if not format.hierarchical:
+        return unpack_codes(packed, format.nbits)
+    upper, lower = unpack_codes(packed, 4).split(format.groups, dim=-2)
+    return (upper << 4) | lower
+
+
 def _to_groups(states: torch.Tensor, format: PackedFormat) -> torch.Tensor:
     """``[batch, heads, tokens, head_dim]`` to ``[batch, heads, blocks, groups, group]``."""
     blocks = states.unflatten(2, (-1, format.block_length))
@@ -96,7 +111,7 @@ class ReferenceKernels:
             chunk = states[:, :, start * format.block_length : stop * format.block_length]
             groups = _to_groups(chunk.float(), format).contiguous()
             codes, scale, offset = quantizer.quantize(groups, format.nbits)
-            result.codes[:, :, start:stop] = pack_codes(codes, format.nbits)
+            result.codes[:, :, start:stop] = pack_planes(codes, format)
             result.scale[:, :, start:stop] = scale
             result.offset[:, :, start:stop] = offset
         return result
@@ -129,7 +144,7 @@ class ReferenceKernels:
     @staticmethod
     def _dequantize(blocks: PackedBlocks) -> torch.Tensor:
         format = blocks.format
-        codes = unpack_codes(blocks.codes, format.nbits)
+        codes = unpack_planes(blocks.codes, format)
         if format.codebook is None:
             levels = codes.float()
         else:

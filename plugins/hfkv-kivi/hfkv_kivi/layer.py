@@ -3,6 +3,8 @@
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", 2024. Keys have outlier channels, which
 persist over tokens, so a key group runs along the tokens of one channel; values have none, and attention weighs whole
 tokens, so a value group runs along the channels of one token.
+
+Hierarchical codes: Tiwari et al., "QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache", 2025.
 """
 
 from __future__ import annotations
@@ -58,6 +60,11 @@ class KiviOptions(CacheOptions):
         False, "pack the local layers of a hybrid model too, up to the newest half of their window"
     )
     backend: str = option("rtn", "the quantizer that decides codes, scale and offset")
+    hierarchical: bool = option(
+        False,
+        "of 8-bit codes, store the upper halves apart from the lower ones: the assistant self-kv then drafts from the "
+        "upper halves, 4 bits, and keeps no copy",
+    )
     key_axis: str = option("channel", "what a group of keys belongs to: channel or token")
     value_axis: str = option("token", "what a group of values belongs to: channel or token")
 
@@ -81,6 +88,12 @@ class KiviOptions(CacheOptions):
                     f"{given}={width} is not supported by backend={self.backend!r}. Choose from: "
                     f"{', '.join(map(str, spec.nbits))}, or another backend"
                 )
+        check_choice("hierarchical", self.hierarchical, (False, True))
+        if self.hierarchical and self.widths != (8, 8):
+            raise ValueError(
+                f"hierarchical=True cuts codes of 8 bits into halves, and here keys have {self.widths[0]} bits and "
+                f"values {self.widths[1]}: set nbits=8, or leave hierarchical out"
+            )
 
     def _check_window(self) -> None:
         if self.window_length is not None:
@@ -147,6 +160,11 @@ class KiviLayer(SegmentedLayer):
             block_length=options.group_size,
             window=window,
         )
+        if options.hierarchical and self.quantizer.codebook(8) is not None:
+            raise ValueError(
+                f"hierarchical=True needs the codes of a uniform grid, and those of backend={options.backend!r} stand "
+                "for levels of a codebook: choose another backend, or leave hierarchical out"
+            )
 
     @classmethod
     def takes(cls, options: CacheOptions, layer: Any) -> bool:
@@ -159,6 +177,11 @@ class KiviLayer(SegmentedLayer):
         quantizer: KVQuantizer = registry.find(KVQuantizerSpec, self.options.backend, "backend")()
         return quantizer
 
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether the codes are stored in halves."""
+        return self.options.hierarchical
+
     def key_format(self, head_dim: int) -> PackedFormat:
         """Keys: per channel by default."""
         return self._format(self.options.widths[0], self.options.key_axis, head_dim)
@@ -168,4 +191,6 @@ class KiviLayer(SegmentedLayer):
         return self._format(self.options.widths[1], self.options.value_axis, head_dim)
 
     def _format(self, nbits: int, axis: Any, head_dim: int) -> PackedFormat:
-        return PackedFormat(nbits, axis, self.options.group_size, head_dim, self.quantizer.codebook(nbits))
+        options = self.options
+        codebook = self.quantizer.codebook(nbits)
+        return PackedFormat(nbits, axis, options.group_size, head_dim, codebook, options.hierarchical)
