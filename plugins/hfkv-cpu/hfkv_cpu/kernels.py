@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hfkv.cache import KVQuantizer, KVView, PackedBlocks, PackedFormat
+from hfkv.cache.packed import UPPER_HALVES
 from hfkv.kernels import Request
 
 from . import _kernels
@@ -116,7 +117,7 @@ def _tensor(states: torch.Tensor) -> tuple[int, int, int, int, int]:
 def _whole_groups(blocks: PackedBlocks) -> PackedBlocks:
     """The same blocks, each of them contiguous: stores make them so, and views of stores keep it."""
     codes, scale, offset = blocks.codes, blocks.scale, blocks.offset
-    within = (blocks.format.group_bytes, 1)
+    within = (blocks.format.group_bytes // blocks.format.planes, 1)
     if codes.stride()[3:] == within and scale.stride(3) == 1 and scale.stride() == offset.stride():
         return blocks
     return blocks.map(torch.Tensor.contiguous)
@@ -130,6 +131,9 @@ def _blocks(blocks: PackedBlocks) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _format(format: PackedFormat) -> Any:
+    row_bytes = format.group_bytes // format.planes
+    # read as integers where KIVI's geometry is; a codebook in general is not
+    upper = format.codebook == UPPER_HALVES
     return _kernels.Format(
         format.nbits,
         format.axis == "channel",
@@ -137,9 +141,11 @@ def _format(format: PackedFormat) -> Any:
         format.head_dim,
         format.channel_groups,
         format.group,
-        format.group_bytes,
+        row_bytes,
         format.groups,
-        list(format.codebook or ()),
+        [] if format.codebook is None else list(format.codebook),
+        format.groups * row_bytes if format.hierarchical else 0,
+        upper,
     )
 
 

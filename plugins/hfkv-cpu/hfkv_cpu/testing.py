@@ -30,6 +30,7 @@ def make_view(
     key_axis: Axis = "channel",
     value_axis: Axis = "token",
     codebook: tuple[float, ...] | None = None,
+    hierarchical: bool = False,
     dtype: torch.dtype = torch.float32,
     grown: bool = False,
     strided: bool = False,
@@ -46,8 +47,8 @@ def make_view(
         return result.transpose(1, 2) if strided else result
 
     formats = (
-        PackedFormat(key_nbits, key_axis, group_size, head_dim, codebook),
-        PackedFormat(value_nbits, value_axis, group_size, value_head_dim, codebook),
+        PackedFormat(key_nbits, key_axis, group_size, head_dim, codebook, hierarchical),
+        PackedFormat(value_nbits, value_axis, group_size, value_head_dim, codebook, hierarchical),
     )
     packed: list[PackedBlocks] = []
     for format in formats:

@@ -22,8 +22,18 @@ struct Format {
     int64_t block_length, head_dim, runs, group, group_bytes, groups;
     // 256 levels: the codebook, or 0, 1, 2, ..., repeated
     const float* levels;
+    // whether they are any: not of upper halves, which are evenly spaced
     bool codebook;
+    // hierarchical codes of 8 bits are two planes of 4: bytes from a group's upper halves to its lower ones, else 0.
+    // `group_bytes` is of one plane
+    int64_t plane;
+    // codes of 4 bits that are such upper halves
+    bool upper;
 };
+
+// What kernels are compiled for: 2, 3, 4 or 8 bits, or one of these.
+constexpr int HALVES = 16, UPPER = 17;
+inline int layout(const Format& f) { return f.plane ? HALVES : f.upper ? UPPER : f.nbits; }
 
 // Packed blocks [batch, heads, blocks, groups, group_bytes]: `hfkv.cache.PackedBlocks`. The last two dimensions are
 // contiguous, those of scale and offset too; their strides are equal.

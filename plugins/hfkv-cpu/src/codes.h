@@ -7,11 +7,12 @@ namespace hfkv {
 namespace HFKV_ISA {
 
 // the code of one element, for groups that no vector fits
-template <int BITS> INLINE int code_at(const uint8_t* p, int64_t group, int64_t element) {
+template <int BITS> INLINE int code_at(const uint8_t* p, int64_t group, int64_t plane, int64_t element) {
     if (BITS == 8) return p[element];
+    if (BITS == HALVES) return code_at<4>(p, group, 0, element) << 4 | code_at<4>(p + plane, group, 0, element);
     if (BITS == 3) {
         const uint8_t* high = p + group / 4;
-        return code_at<2>(p, group, element) | ((high[element / 8] >> (element % 8)) & 1) << 2;
+        return code_at<2>(p, group, 0, element) | ((high[element / 8] >> (element % 8)) & 1) << 2;
     }
     int64_t bytes = group * BITS / 8;
     return (p[element % bytes] >> (element / bytes * BITS)) & ((1 << BITS) - 1);
@@ -49,32 +50,38 @@ template <int L> INLINE typename Lanes<L>::i bytes_to_lanes(const uint8_t* p) {
     return __builtin_convertvector(load_as<typename Lanes<L>::u8>(p), typename Lanes<L>::i);
 }
 
+// bits of a code that lie together in a byte
+template <int BITS> constexpr int LOW_BITS = BITS == 3 ? 2 : BITS == HALVES ? 4 : BITS;
+
 // Elements i, i + 1, ... of every run of bytes of one group, L at a time.
 template <int BITS, bool BOOK, bool SCALED, int L>
-INLINE int64_t expand_lanes(const uint8_t* p, int64_t group, int64_t i, const float* levels, float* out, float s, float o) {
+INLINE int64_t expand_lanes(const uint8_t* p, int64_t group, int64_t plane, int64_t i, const float* levels, float* out,
+                            float s, float o) {
     typedef typename Lanes<L>::f f;
     typedef typename Lanes<L>::i v;
-    constexpr int LOW = BITS == 3 ? 2 : BITS;
+    constexpr int LOW = LOW_BITS<BITS>;
     const int64_t bytes = group * LOW / 8;
     v lane;
     for (int j = 0; j < L; j++) lane[j] = j % 8;
     for (; i + L <= bytes; i += L) {
-        v x = bytes_to_lanes<L>(p + i);
+        v x = bytes_to_lanes<L>(p + i), y = x;
+        if (BITS == HALVES) y = bytes_to_lanes<L>(p + plane + i);
 #pragma GCC unroll 4
         for (int k = 0; k < 8 / LOW; k++) {
             v codes = x >> (k * LOW);
+            if (BITS == HALVES) codes = (codes & 15) << 4 | ((y >> (k * LOW)) & 15);
             if (BITS == 3) {
                 int64_t first = k * bytes + i;
                 const uint8_t* high = p + bytes + first / 8;
-                v plane;
+                v third;
                 if (L == 16) {
-                    for (int j = 0; j < L; j++) plane[j] = high[j / 8];
+                    for (int j = 0; j < L; j++) third[j] = high[j / 8];
                 } else {
-                    plane = v{} + (high[0] >> (first % 8));
+                    third = v{} + (high[0] >> (first % 8));
                 }
-                codes = (codes & 3) | (((plane >> lane) & 1) << 2);
+                codes = (codes & 3) | (((third >> lane) & 1) << 2);
             }
-            f value = levels_of<BITS, BOOK, L>(codes, levels);
+            f value = levels_of<BITS == HALVES ? 8 : BITS, BOOK, L>(codes, levels);
             if (SCALED) value = value * s + o;
             memcpy(out + k * bytes + i, &value, sizeof value);
         }
@@ -107,7 +114,7 @@ INLINE void expand_32(const uint8_t* p, __m512 table, float* out, float s, float
 template <int BITS, bool BOOK, bool SCALED>
 static void expand_groups(const Format& f, const uint8_t* codes, int64_t count, const float* scale, const float* offset,
                           float* out, int64_t stride) {
-    const int64_t group = f.group, group_bytes = f.group_bytes;
+    const int64_t group = f.group, group_bytes = f.group_bytes, plane = f.plane;
     const float* levels = f.levels;
 #if defined(__AVX512F__)
     if constexpr (BITS == 2 || BITS == 3) {
@@ -124,18 +131,17 @@ static void expand_groups(const Format& f, const uint8_t* codes, int64_t count, 
     for (int64_t g = 0; g < count; g++) {
         const uint8_t* p = codes + g * group_bytes;
         float *row = out + g * stride, s = SCALED ? scale[g] : 0, o = SCALED ? offset[g] : 0;
-        constexpr int LOW = BITS == 3 ? 2 : BITS;
-        const int64_t bytes = group * LOW / 8;
+        const int64_t bytes = group * LOW_BITS<BITS> / 8;
         int64_t i = 0;
         // a vector of high bits has to begin with a whole byte of them, or lie within one
         const bool whole = BITS != 3 || bytes % 16 == 0;
-        if (W == 16 && whole) i = expand_lanes<BITS, BOOK, SCALED, 16>(p, group, i, levels, row, s, o);
+        if (W == 16 && whole) i = expand_lanes<BITS, BOOK, SCALED, 16>(p, group, plane, i, levels, row, s, o);
         if (W >= 8 && (BITS != 3 || bytes % 8 == 0))
-            i = expand_lanes<BITS, BOOK, SCALED, 8>(p, group, i, levels, row, s, o);
-        if (BITS != 3 || bytes % 4 == 0) i = expand_lanes<BITS, BOOK, SCALED, 4>(p, group, i, levels, row, s, o);
+            i = expand_lanes<BITS, BOOK, SCALED, 8>(p, group, plane, i, levels, row, s, o);
+        if (BITS != 3 || bytes % 4 == 0) i = expand_lanes<BITS, BOOK, SCALED, 4>(p, group, plane, i, levels, row, s, o);
         for (; i < bytes; i++) {
             for (int64_t e = i; e < group; e += bytes) {
-                float value = levels[code_at<BITS>(p, group, e)];
+                float value = levels[code_at<BITS>(p, group, plane, e)];
                 row[e] = SCALED ? value * s + o : value;
             }
         }
@@ -147,7 +153,10 @@ typedef void (*Expand)(const Format&, const uint8_t*, int64_t, const float*, con
 template <bool SCALED> static Expand expand_for(const Format& f) {
 #define CHOOSE(BITS) \
     case BITS: return f.codebook ? expand_groups<BITS, true, SCALED> : expand_groups<BITS, false, SCALED>
-    switch (f.nbits) {
+    switch (layout(f)) {
+        case HALVES: return expand_groups<HALVES, false, SCALED>;
+        // as floats they are the levels of a codebook
+        case UPPER: return expand_groups<4, true, SCALED>;
         CHOOSE(2);
         CHOOSE(3);
         CHOOSE(4);

@@ -76,7 +76,7 @@ template <int BITS> struct Spread {
             for (int g = 0; g < 4; g++) {
                 const int at = 4 * i + g;
                 if (BITS == 8) first[at] = g * 32 + i, second[at] = g * 32 + 16 + i;
-                if (BITS == 4) first[at] = g * 16 + i;
+                if (BITS == 4 || BITS == HALVES || BITS == UPPER) first[at] = g * 16 + i;
                 if (BITS == 2) first[at] = g * 8 + i % 8;
                 if (BITS == 3) first[at] = g * 12 + i % 8, second[at] = g * 12 + 8 + i / 8, third[at] = second[at] + 2;
             }
@@ -90,10 +90,10 @@ template <int BITS> struct Spread {
     INLINE __m512i table(const void* p) { return _mm512_load_si512(p); }
 
     // what the second half is multiplied by: its codes stay where they are in their bytes
-    static constexpr int FURTHER = BITS == 8 ? 1 : 16;
+    static constexpr int FURTHER = BITS >= 8 ? 1 : 16;
 
-    // the first and the second half of the elements of four groups
-    INLINE void groups(const Spread& spread, const uint8_t* p, __m512i& elements, __m512i& further) {
+    // the first and the second half of the elements of four groups, whose lower halves are `plane` bytes further
+    INLINE void groups(const Spread& spread, const uint8_t* p, int64_t plane, __m512i& elements, __m512i& further) {
         const __m512i mask = _mm512_set1_epi8(BITS == 4 ? 15 : 3), mask2 = _mm512_slli_epi32(mask, 4);
         const __m512i first = table(spread.first), second = table(spread.second), third = table(spread.third);
         const __m512i shift = table(spread.shift), turn = table(spread.turn);
@@ -101,6 +101,18 @@ template <int BITS> struct Spread {
             const __m512i x = _mm512_loadu_si512(p), y = _mm512_loadu_si512(p + 64);
             elements = _mm512_permutex2var_epi8(x, first, y);
             further = _mm512_permutex2var_epi8(x, second, y);
+        } else if (BITS == HALVES || BITS == UPPER) {
+            const __m512i upper = _mm512_set1_epi8((char)0xf0);
+            const __m512i x = _mm512_permutexvar_epi8(first, _mm512_loadu_si512(p));
+            // of the upper halves alone, the lower ones are the middle of what they can be
+            __m512i low = _mm512_set1_epi8(8), low2 = low;
+            if (BITS == HALVES) {
+                low = _mm512_permutexvar_epi8(first, _mm512_loadu_si512(p + plane));
+                low2 = _mm512_srli_epi16(low, 4);
+            }
+            // each bit from the one where the mask is set, else from the other
+            elements = _mm512_ternarylogic_epi32(upper, _mm512_slli_epi16(x, 4), low, 0xca);
+            further = _mm512_ternarylogic_epi32(upper, x, low2, 0xca);
         } else if (BITS == 4) {
             const __m512i x = _mm512_permutexvar_epi8(first, _mm512_loadu_si512(p));
             elements = _mm512_and_si512(x, mask);
@@ -123,10 +135,10 @@ template <int BITS> struct Spread {
 };
 
 // What is multiplied: in each of `blocks`, `fours` times four groups, one after the other. The codes that lie `ahead` bytes
-// further are asked for meanwhile.
+// further are asked for meanwhile. Of hierarchical codes these are the upper halves; the lower ones are `plane` bytes further.
 struct Operand {
     const uint8_t* codes;
-    int64_t block_stride, blocks, fours, ahead;
+    int64_t block_stride, blocks, fours, ahead, plane;
 };
 
 // _mm512_dpbusd_epi32, spelt so that GCC 12 keeps 24 sums in registers: with the intrinsic it stores each of them every time
@@ -139,7 +151,7 @@ INLINE void add_products(__m512i& sums, __m512i codes, __m512i bytes) {
 template <int BITS, int DIGITS, int ROWS>
 static void multiply(const Operand& operand, const int8_t* digits, int64_t chunk_bytes, float* sums) {
     alignas(64) static constexpr Spread<BITS> spread;
-    constexpr int64_t FOUR = 4 * GROUP * BITS / 8;
+    constexpr int64_t FOUR = 4 * GROUP * (BITS == HALVES || BITS == UPPER ? 4 : BITS) / 8;
     __m512i acc[ROWS * DIGITS][2] = {};
     int64_t q = 0;
     for (int64_t b = 0; b < operand.blocks; b++) {
@@ -147,8 +159,9 @@ static void multiply(const Operand& operand, const int8_t* digits, int64_t chunk
         for (int64_t i = 0; i < operand.fours; i++, q++, p += FOUR) {
             const int8_t* four = digits + q / 16 * chunk_bytes + (q % 4 * 4 + q % 16 / 4) * 4;
             __builtin_prefetch(p + operand.ahead);
+            if (BITS == HALVES) __builtin_prefetch(p + operand.plane + operand.ahead);
             __m512i elements, further;
-            Spread<BITS>::groups(spread, p, elements, further);
+            Spread<BITS>::groups(spread, p, operand.plane, elements, further);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS * DIGITS; r++) {
                 const __m512i bytes = _mm512_set1_epi32(load_as<int32_t>(four + r * 64));
@@ -186,9 +199,15 @@ static void multiply_rows(const Operand& operand, const int8_t* digits, int64_t 
 }
 
 typedef void (*Multiply)(const Operand&, const int8_t*, int64_t, float*, int64_t);
-template <int DIGITS> static Multiply multiply_for(int nbits) {
-    return nbits == 2 ? multiply_rows<2, DIGITS> : nbits == 3 ? multiply_rows<3, DIGITS>
-         : nbits == 4 ? multiply_rows<4, DIGITS> : multiply_rows<8, DIGITS>;
+template <int DIGITS> static Multiply multiply_for(const Format& f) {
+    switch (layout(f)) {
+        case 2: return multiply_rows<2, DIGITS>;
+        case 3: return multiply_rows<3, DIGITS>;
+        case 4: return multiply_rows<4, DIGITS>;
+        case HALVES: return multiply_rows<HALVES, DIGITS>;
+        case UPPER: return multiply_rows<UPPER, DIGITS>;
+        default: return multiply_rows<8, DIGITS>;
+    }
 }
 
 }  // namespace HFKV_ISA

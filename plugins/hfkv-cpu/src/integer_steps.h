@@ -18,7 +18,7 @@ template <int DIGITS> struct IntegerSteps {
 
     explicit IntegerSteps(Unit& owner)
         : a(owner.a), unit(owner), room(owner.room), rows(owner.rows),
-          multiply_keys(multiply_for<DIGITS>(a.keys.format.nbits)), multiply_values(multiply_for<DIGITS>(a.values.format.nbits)) {}
+          multiply_keys(multiply_for<DIGITS>(a.keys.format)), multiply_values(multiply_for<DIGITS>(a.values.format)) {}
 
     // What the digits of each row are multiplied by, and their unit, by the largest floats of the rows. A row without
     // anything in it gets zeros.
@@ -78,7 +78,8 @@ template <int DIGITS> struct IntegerSteps {
         fold<true>(room.query, room.depth, room.scale, room.offset, room.depth);
         choose_units();
         write_folded(room.depth);
-        const Operand operand{codes_of(a.keys, unit.batch, unit.kv_head, block), 0, 1, f.head_dim / 4, 2 * a.keys.codes_block};
+        const Operand operand{codes_of(a.keys, unit.batch, unit.kv_head, block), 0, 1, f.head_dim / 4, 2 * a.keys.codes_block,
+                              f.plane};
         multiply_codes<false>(multiply_keys, operand, scores, room.tokens);
     }
 
@@ -118,7 +119,7 @@ template <int DIGITS> struct IntegerSteps {
             fold<false>(room.scores, room.tokens, room.scale + run * length, room.offset + run * length, length);
             write_folded(length);
             const Operand operand{codes_of(a.values, unit.batch, unit.kv_head, first) + run * GROUP * v.group_bytes,
-                                  a.values.codes_block, count, GROUP / 4, room.step * a.values.codes_block};
+                                  a.values.codes_block, count, GROUP / 4, room.step * a.values.codes_block, v.plane};
             multiply_codes<true>(multiply_values, operand, room.output + run * GROUP, room.width);
         }
     }

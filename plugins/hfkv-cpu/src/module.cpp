@@ -49,8 +49,9 @@ struct OwnedFormat {
     std::array<float, 256> levels;
 
     OwnedFormat(int nbits, bool channel_axis, int64_t block_length, int64_t head_dim, int64_t runs, int64_t group,
-                int64_t group_bytes, int64_t groups, const std::vector<float>& codebook)
-        : format{nbits, channel_axis, block_length, head_dim, runs, group, group_bytes, groups, nullptr, !codebook.empty()} {
+                int64_t group_bytes, int64_t groups, const std::vector<float>& codebook, int64_t plane, bool upper)
+        : format{nbits, channel_axis, block_length, head_dim, runs, group, group_bytes, groups, nullptr,
+                 !codebook.empty() && !upper, plane, upper} {
         for (int i = 0; i < 256; i++) {
             const int code = i % (1 << nbits);
             levels[i] = codebook.empty() ? static_cast<float>(code) : codebook.at(code);
@@ -180,7 +181,8 @@ std::vector<std::string> isa_names() {
 NB_MODULE(_kernels, m) {
     m.doc() = "The compiled kernels of hfkv-cpu; hfkv_cpu.kernels calls them.";
     nb::class_<hfkv::OwnedFormat>(m, "Format")
-        .def(nb::init<int, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const std::vector<float>&>());
+        .def(nb::init<int, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const std::vector<float>&,
+                      int64_t, bool>());
     m.def("isa_names", &hfkv::isa_names, "The instruction sets that this processor has, best first.");
     m.def("threads_from", &hfkv::threads_from, "Whose threads do the work: \"openmp\" (torch's own) or \"std::thread\".");
     using namespace nb::literals;

@@ -74,6 +74,15 @@ static void quantize_group(float* x, int64_t group, float levels, uint16_t* scal
 
 // Codes to bytes; what is in `x` is lost.
 static void write_codes(float* x, const Format& f, uint8_t* out) {
+    if (f.plane) {
+        const int64_t half = f.group / 2;
+        for (int64_t i = 0; i < half; i++) {
+            const int one = (int)x[i], other = (int)x[i + half];
+            out[i] = (uint8_t)(one >> 4 | (other & 0xf0));
+            out[f.plane + i] = (uint8_t)((one & 15) | other << 4);
+        }
+        return;
+    }
     const int bits = f.nbits == 3 ? 2 : f.nbits, per_byte = 8 / bits;
     const int64_t bytes = f.group / per_byte;
     if (f.nbits == 3) {

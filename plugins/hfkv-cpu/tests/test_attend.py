@@ -116,6 +116,51 @@ def test_codebooks(isa, nbits, dtype, queries):
     check(view, torch.randn(1, 4, queries, 64).to(dtype), isa=isa)
 
 
+def make_halves(**changes):
+    """Hierarchical codes of 8 bits, as they are verified and as they are drafted from."""
+    view = make_view(key_nbits=8, value_nbits=8, hierarchical=True, **changes)
+    return view, view.coarse()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [20, 64, 80, 128])
+@pytest.mark.parametrize("queries", [1, 5, 20])
+def test_hierarchical_codes(isa, dtype, head_dim, queries):
+    for view in make_halves(batch=2, head_dim=head_dim, blocks=6, grown=True, dtype=dtype):
+        check(view, torch.randn(2, 6, queries, head_dim).to(dtype), causal=True, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key_axis", ["channel", "token"])
+@pytest.mark.parametrize("value_axis", ["channel", "token"])
+@pytest.mark.parametrize("group_size", [8, 24, 32, 64])
+def test_hierarchical_geometries(isa, key_axis, value_axis, group_size):
+    for view in make_halves(key_axis=key_axis, value_axis=value_axis, group_size=group_size, head_dim=80, blocks=3):
+        check(view, torch.randn(1, 4, 1, 80), isa=isa)
+        check(view, torch.randn(1, 4, 20, 80), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("queries", [1, 20])
+def test_hierarchical_codes_are_those_of_8_bits_to_the_bit(isa, queries):
+    """Where the halves of a code lie changes nothing that is computed from it."""
+    query = torch.randn(1, 8, queries, 128)
+    one, other = (
+        CpuKernels(isa).attend(query, make_view(key_nbits=8, value_nbits=8, hierarchical=halves), None, 0.1, True)
+        for halves in (True, False)
+    )
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_hierarchical_context_is_split_over_threads(isa):
+    for view in make_halves(kv_heads=1, head_dim=64, blocks=70):
+        with with_threads(2):
+            check(view, torch.randn(1, 3, 1, 64), isa=isa)
+
+
 @pytest.mark.parametrize("exact", [1, 3, 4, 5, 33, 131, 400])
 @pytest.mark.parametrize("sink", [0, 4, 40])
 @pytest.mark.parametrize("blocks", [1, 4, 9])

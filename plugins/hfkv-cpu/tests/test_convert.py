@@ -20,7 +20,8 @@ def check_pack(states, format, isa):
     expected = REFERENCE.pack(states, format, RoundToNearest())
     torch.testing.assert_close(blocks.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(blocks.offset, expected.offset, rtol=0, atol=0, equal_nan=True)
-    real = ~expected.scale.isnan()
+    # of each group in each plane
+    real = ~expected.scale.isnan().repeat(1, 1, 1, format.planes)
     assert torch.equal(blocks.codes[real], expected.codes[real])
 
 
@@ -80,6 +81,23 @@ def test_unpack(isa, dtype, nbits, axis, head_dim, group_size):
     assert result.dtype == dtype
     # a fused multiply-add may round the last bit otherwise
     torch.testing.assert_close(result.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("head_dim", [20, 80, 128])
+@pytest.mark.parametrize("group_size", [8, 24, 32])
+def test_hierarchical_codes(isa, dtype, axis, head_dim, group_size):
+    format = PackedFormat(8, axis, group_size, head_dim, hierarchical=True)
+    states = (torch.randn(2, 3, group_size * 6, head_dim) + torch.randn(head_dim)).to(dtype)
+    check_pack(states, format, isa)
+    blocks = make_blocks(states, format, grown=True)
+    for part in (blocks, blocks.upper_half):
+        with poisoned():
+            result = CpuKernels(isa).unpack(part, dtype)
+        expected = REFERENCE.unpack(part, torch.float32)
+        torch.testing.assert_close(result.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -57,6 +57,8 @@ class TritonKernels:
             return False, "keys and values are in blocks of different lengths"
         if any(format.head_dim > max(TILES) for format in request.formats):
             return False, f"heads have more than {max(TILES)} channels"
+        if any(format.hierarchical for format in request.formats):
+            return False, "reads no hierarchical codes, whose 8 bits are in two planes"
         if request.op == "pack":
             if request.quantizer != "rtn":
                 return False, f"packs with backend 'rtn' only; {request.quantizer!r} decides its codes in torch"

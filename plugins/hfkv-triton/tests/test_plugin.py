@@ -22,6 +22,8 @@ from hfkv_triton.kernels import INTERPRETED, TritonKernels
 
 KEYS, VALUES = PackedFormat(4, "channel", 32, 64), PackedFormat(4, "token", 32, 64)
 
+HIERARCHICAL = PackedFormat(8, "token", 32, 64, hierarchical=True)
+
 
 def test_plugin_module_loads_neither_triton_nor_torch():
     code = "import sys, hfkv_triton.plugin; print('triton' in sys.modules, 'torch' in sys.modules)"
@@ -46,6 +48,8 @@ def forced(monkeypatch):
         ({"formats": (VALUES, KEYS)}, True, "Triton"),
         ({"formats": (KEYS, PackedFormat(4, "token", 64, 64))}, False, "different lengths"),
         ({"formats": (PackedFormat(4, "channel", 32, 576), VALUES)}, False, "512 channels"),
+        ({"formats": (HIERARCHICAL, HIERARCHICAL)}, False, "two planes"),
+        ({"formats": (HIERARCHICAL.upper_half, HIERARCHICAL.upper_half)}, True, "Triton"),
         ({"op": "pack", "formats": (KEYS,), "quantizer": "rtn"}, True, "Triton"),
         ({"op": "pack", "formats": (KEYS,), "quantizer": "hqq"}, False, "'hqq'"),
         ({"op": "unpack", "formats": (VALUES,), "dtype": torch.float16}, True, "Triton"),
