@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .defaults import get_default_assistant
@@ -135,6 +136,41 @@ def forget_past(cache: Any) -> None:
     """Undo `record_past`: who goes on with the cache may not crop."""
     for layer in decoder_layers(cache):
         if getattr(layer, "record_past", False):
+            layer.record_past = False
+
+
+@contextmanager
+def taken_back(layers: list[Any]) -> Iterator[None]:
+    """Leave layers as they were, whatever is stored in them meanwhile, and however that ends.
+
+    Layers of transformers never write into a tensor that they hold, and are given back those that they had; with them
+    what a sliding window has forgotten meanwhile. Others crop.
+    """
+    held = [(layer, dict(vars(layer)) if _holds_tensors(layer) else layer.get_seq_length()) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, before in held:
+            if isinstance(before, dict):
+                vars(layer).clear()
+                vars(layer).update(before)
+            else:
+                layer.crop(before - layer.get_seq_length())
+
+
+def _holds_tensors(layer: Any) -> bool:
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def forget_as_ever(layers: list[Any]) -> None:
+    """Inside `taken_back`, before each forward: transformers' sliding windows need not keep what nothing crops.
+
+    Those before 5.24 are wrong after two forwards without a crop.
+    """
+    for layer in layers:
+        if _holds_tensors(layer) and getattr(layer, "record_past", False):
             layer.record_past = False
 
 

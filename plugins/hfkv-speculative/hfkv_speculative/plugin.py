@@ -25,7 +25,7 @@ def hfkv_assistants() -> Iterator[hfkv.AssistantSpec]:
     )
     yield hfkv.AssistantSpec(
         name="self-kv",
-        summary="the model itself drafts from a compressed copy of its cache",
+        summary="the model itself drafts from its cache in fewer bits: a view of a hierarchical one, else a copy",
         load="hfkv_speculative.self_kv:SelfKVDrafter",
         requires=("hfkv-kivi",),
         contract_options={

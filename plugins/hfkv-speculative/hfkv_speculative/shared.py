@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers.cache_utils import DynamicCache
 
 from hfkv import decoding
@@ -38,10 +39,12 @@ class SharedCacheDrafter(RolloutDrafter):
         """The loop has cropped the cache to what all rows agree with."""
         self.fed = block.cached
 
+    def logits(self, block: Block, column: int) -> torch.Tensor:
+        """Those of the draft model, after the columns up to this one."""
+        decoding.forget_as_ever(self.layers)
+        return super().logits(block, column)
+
     def propose(self, block: Block) -> Draft:
         """Draft, then take back what was written."""
-        try:
+        with decoding.taken_back(self.layers):
             return super().propose(block)
-        finally:
-            for layer in self.layers:
-                layer.crop(block.cached - self.fed)
