@@ -24,6 +24,8 @@ KINDS = [
     (MedusaHeads, {"num_heads": 2, "num_layers": 2, "own_lm_head": True}),
     (EagleHead, {}),
     (EagleHead, {"num_layers": 2, "intermediate_size": 40}),
+    (MedusaHeads, {"draft_vocab_size": 10}),
+    (EagleHead, {"draft_vocab_size": 10}),
 ]
 
 
@@ -33,6 +35,8 @@ def test_heads_come_back_from_their_folder(model, tmp_path, kind, options):
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter += torch.randn_like(parameter)
+        for buffer in heads.buffers():
+            buffer += 7
     save_heads(heads, tmp_path / "heads")
     again = load_heads(tmp_path / "heads", model)
     assert type(again) is kind
@@ -43,7 +47,8 @@ def test_heads_come_back_from_their_folder(model, tmp_path, kind, options):
     assert all(torch.equal(state[name], tensor) for name, tensor in heads.state_dict().items())
     # nothing of the model's is kept: at least an embedding would be
     own = sum(tensor.numel() for tensor in load_file(tmp_path / "heads" / "model.safetensors").values())
-    assert own == sum(parameter.numel() for parameter in heads.parameters())
+    kept = options.get("draft_vocab_size", 0)
+    assert own == sum(parameter.numel() for parameter in heads.parameters()) + kept
 
 
 def test_heads_take_the_dtype_of_their_model(model, tmp_path):
@@ -61,6 +66,41 @@ def test_untrained_medusa_heads_predict_what_the_model_does(model, own_lm_head):
     assert logits.shape == (3, 1, 12, 96)
     for each in logits:
         torch.testing.assert_close(each, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_draft_vocabulary_reads_its_rows_alone(model, packed):
+    heads = MedusaHeads.for_model(model, num_heads=2, draft_vocab_size=3)
+    kept = torch.tensor([5, 40, 77])
+    heads.draft_vocabulary.copy_(kept)
+    hidden = model.base_model(input_ids=torch.arange(5, 17)[None]).last_hidden_state
+    whole = model.get_output_embeddings()(hidden)
+    if packed:
+        # a layer whose rows cannot be taken
+        model = copy.deepcopy(model)
+        model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
+    output = heads.draft_output(model)
+    torch.testing.assert_close(output.narrow(hidden), whole[..., kept])
+    for each in heads(hidden, output):
+        assert each.shape == whole.shape
+        torch.testing.assert_close(each[..., kept], whole[..., kept])
+        others = torch.ones(96, dtype=torch.bool).index_fill_(0, kept, False)
+        assert each.softmax(-1)[..., others].count_nonzero() == 0
+        # where all that is drafted is forbidden, something else is drafted
+        assert torch.isfinite(each.index_fill(-1, kept, -torch.inf).softmax(-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        (MedusaHeads, {"draft_vocab_size": 0}, "from 1 to vocab_size=96"),
+        (EagleHead, {"draft_vocab_size": 97}, "from 1 to vocab_size=96"),
+        (MedusaHeads, {"draft_vocab_size": 9, "own_lm_head": True}, "own_lm_head=True"),
+    ],
+)
+def test_a_draft_vocabulary_that_cannot_be(model, kind, options, says):
+    with pytest.raises(ValueError, match=says):
+        kind.for_model(model, **options)
 
 
 def test_head_of_one_layer_can_be_the_model_itself(tiny):

@@ -27,6 +27,8 @@ class EagleConfig:
         Of the layer.
     num_layers
         Decoder layers, one in the paper.
+    draft_vocab_size
+        Tokens that are drafted (`DraftHeads.draft_vocabulary`); None for all.
     """
 
     hidden_size: int
@@ -38,12 +40,13 @@ class EagleConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     num_layers: int = 1
+    draft_vocab_size: int | None = None
 
 
 class EagleHead(DraftHeads):
     """From the embedding of token ``t`` and the model's hidden state of ``t - 1``, the hidden state of ``t``.
 
-    The model's output embedding makes of it the logits of token ``t + 1``. Tokens keep the model's own places: the
+    `draft_output` makes of it the logits of token ``t + 1``. Tokens keep the model's own places: the
     first one has no hidden state before it and gets zeros (`shift`), where the paper leaves the token out.
     """
 

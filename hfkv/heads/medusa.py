@@ -5,6 +5,7 @@ Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple D
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from .base import DraftHeads, sizes
+
+Output = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,9 @@ class MedusaConfig:
     own_lm_head
         Whether each head has an output embedding of its own, as in the paper (``vocab_size * hidden_size`` weights
         each); False: all read the model's.
+    draft_vocab_size
+        Tokens that are drafted (`DraftHeads.draft_vocabulary`); None for all, which heads with output embeddings of
+        their own need.
     """
 
     hidden_size: int
@@ -36,6 +42,15 @@ class MedusaConfig:
     num_heads: int = 4
     num_layers: int = 1
     own_lm_head: bool = False
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together."""
+        if self.own_lm_head and self.draft_vocab_size is not None:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size!r} chooses rows of the model's output embedding, which heads "
+                "with own_lm_head=True do not read. Fix: leave out one of them"
+            )
 
 
 class ResidualBlock(nn.Module):
@@ -76,7 +91,7 @@ class MedusaHeads(DraftHeads):
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> Self:
-        """Heads for a model; ``options``: ``num_heads``, ``num_layers``, ``own_lm_head``."""
+        """Heads for a model; ``options``: ``num_heads``, ``num_layers``, ``own_lm_head``, ``draft_vocab_size``."""
         given: dict[str, Any] = {**sizes(model), **options}
         heads = cls(MedusaConfig(**given)).to(device=model.device, dtype=model.dtype)
         with torch.no_grad():
@@ -84,7 +99,7 @@ class MedusaHeads(DraftHeads):
                 head.copy_(model.get_output_embeddings().weight)
         return heads
 
-    def forward(self, hidden_states: torch.Tensor, lm_head: nn.Module, heads: int | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, lm_head: Output, heads: int | None = None) -> torch.Tensor:
         """Logits of all heads, or of the first ones.
 
         Parameters
@@ -92,7 +107,7 @@ class MedusaHeads(DraftHeads):
         hidden_states
             ``[..., hidden_size]``.
         lm_head
-            The model's output embedding (``model.get_output_embeddings()``); not used by heads with their own.
+            The model's output embedding, or `draft_output`; not used by heads with their own.
         heads
             How many; None for all.
 
@@ -108,8 +123,8 @@ class MedusaHeads(DraftHeads):
         logits: torch.Tensor = lm_head(torch.stack([block(hidden_states) for block in self.blocks[:heads]]))
         return logits
 
-    def head(self, index: int, hidden_states: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+    def head(self, index: int, hidden_states: torch.Tensor, lm_head: Output) -> torch.Tensor:
         """Logits of one head, ``[..., vocab_size]``."""
-        output: nn.Module = self.lm_heads[index] if self.config.own_lm_head else lm_head
+        output: Any = self.lm_heads[index] if self.config.own_lm_head else lm_head
         logits: torch.Tensor = output(self.blocks[index](hidden_states))
         return logits

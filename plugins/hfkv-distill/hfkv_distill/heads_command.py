@@ -43,6 +43,14 @@ def main(
         int | None, typer.Option(metavar="N", min=1, help="How many steps to train, in place of a time.")
     ] = None,
     num_heads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Medusa heads; 4 by default.")] = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Draft the N most frequent tokens of the text alone; by default a quarter of the vocabulary.",
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -53,7 +61,9 @@ def main(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Tokens of each row of text.")] = 256,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a step.")] = 4,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Rows of a step: 1 on a CPU, 8 on a GPU.")
+    ] = None,
     learning_rate: Annotated[float, typer.Option(metavar="RATE", help="Of AdamW.")] = 1e-3,
     states: Annotated[
         Path | None,
@@ -86,19 +96,19 @@ def main(
         kind=kind.value,
         minutes=20.0 if minutes is None and steps is None else minutes,
         steps=steps,
-        batch_size=batch_size,
+        batch_size=batch_size or (1 if device == "cpu" else 8),
         learning_rate=learning_rate,
         seed=seed,
     )
     shape = {} if num_heads is None else {"num_heads": num_heads}
-    result = _run(console, model, out, options, shape, text, tokens, states, dtype.value, device)
+    result = _run(console, model, out, options, shape, draft_vocab, text, tokens, states, dtype.value, device)
     if as_json:
         print(json.dumps(result, indent=2))
 
 
 def _run(
-    console: Console, name: str, out: Path, options: HeadsOptions, shape: dict[str, int], file: Path | None,
-    tokens: int, folder: Path | None, dtype: str, device: str,
+    console: Console, name: str, out: Path, options: HeadsOptions, shape: dict[str, int], draft_vocab: int | None,
+    file: Path | None, tokens: int, folder: Path | None, dtype: str, device: str,
 ) -> dict[str, Any]:  # fmt: skip
     import torch
 
@@ -125,6 +135,10 @@ def _run(
             states = store_states(
                 model, rows, folder, progress=lambda done, total: line.say(f"hidden states, shard {done} of {total}")
             )
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if draft_vocab is not None and draft_vocab > vocabulary:
+        raise ValueError(f"--draft-vocab {draft_vocab}: {title} has {vocabulary} tokens. Fix: at most that many")
+    shape = {**shape, "draft_vocab_size": draft_vocab or -(-vocabulary // 4)}
     with watched(console) as watch:
         heads = train_heads(model, states, known, options, watch.log, **shape)
     save_heads(heads, out)
@@ -143,6 +157,7 @@ def _run(
     return {
         "model": title,
         "options": dataclasses.asdict(options),
+        "draft_vocab_size": shape["draft_vocab_size"],
         "rows": list(rows.shape),
         "simulated": watch.simulated,
         "judged": [dataclasses.asdict(each) for each in found],

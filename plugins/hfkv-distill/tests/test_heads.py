@@ -16,7 +16,7 @@ from hfkv.specs import AssistantSpec
 from hfkv_distill.heads import HeadsOptions, OnlineStates, StoredStates, accepted_per_verification, store_states
 from hfkv_distill.heads.acceptance import EAGLE_DRAFT, continuations
 from hfkv_distill.heads.losses import DECAY, PASSES, HeadsLoss
-from hfkv_distill.heads.training import train_heads
+from hfkv_distill.heads.training import frequent_tokens, train_heads
 
 VOCABULARY = 48
 
@@ -32,10 +32,11 @@ def disturbed(heads):
     return heads
 
 
-def divergence(model, said, right):
-    """The plain formula, of hidden states, mean over tokens."""
+def divergence(model, said, right, kept=slice(None)):
+    """The plain formula, of hidden states, mean over tokens; over some of the vocabulary."""
     head = model.get_output_embeddings()
-    expected, actual = head(right).log_softmax(-1).detach(), head(said).log_softmax(-1)
+    expected, actual = (head(states)[..., kept].log_softmax(-1) for states in (right.detach(), said))
+    expected = expected.detach()
     return (expected.exp() * (expected - actual)).sum(-1).mean()
 
 
@@ -57,7 +58,7 @@ def test_the_loss_of_medusa_is_the_plain_one(llama, own):
     model.zero_grad()
     for chunk_size in (7, 1000):
         heads.zero_grad()
-        loss = HeadsLoss(model, chunk_size)(heads, ids, states)
+        loss = HeadsLoss(model, heads, chunk_size)(ids, states)
         loss.backward()
         assert torch.isclose(loss, expected, rtol=1e-5)
         for name, parameter in heads.named_parameters():
@@ -65,9 +66,12 @@ def test_the_loss_of_medusa_is_the_plain_one(llama, own):
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_the_loss_of_eagle_is_the_plain_one(llama):
+@pytest.mark.parametrize("kept", [None, [3, 8, 21, 40]])
+def test_the_loss_of_eagle_is_the_plain_one(llama, kept):
     model = llama()
-    head = disturbed(EagleHead.for_model(model))
+    head = disturbed(EagleHead.for_model(model, draft_vocab_size=kept and len(kept)))
+    if kept:
+        head.draft_vocabulary.copy_(torch.tensor(kept))
     ids, states = OnlineStates(model, rows())(torch.arange(3))
     embeddings = model.get_input_embeddings()(ids).detach()
     first = head(embeddings, shift(states[:, :-1]), use_cache=False)
@@ -77,9 +81,9 @@ def test_the_loss_of_eagle_is_the_plain_one(llama):
     expected = 0
     for predicted in passes:
         expected += torch.nn.functional.smooth_l1_loss(predicted, states)
-        expected += divergence(model, predicted[:, :-1], states[:, :-1])
+        expected += divergence(model, predicted[:, :-1], states[:, :-1], kept or slice(None))
     expected = expected / PASSES
-    loss = HeadsLoss(model, chunk_size=11)(head, ids, states)
+    loss = HeadsLoss(model, head, chunk_size=11)(ids, states)
     assert torch.isclose(loss, expected, rtol=1e-5)
     wanted = torch.autograd.grad(expected, list(head.parameters()))
     found = torch.autograd.grad(loss, list(head.parameters()))
@@ -154,6 +158,38 @@ def test_training_learns_and_leaves_the_model_alone(llama, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
 
 
+def test_states_are_computed_once_where_there_is_room(llama):
+    model, data = llama(), rows(5, 8)
+    forwards = []
+    model.base_model.register_forward_pre_hook(lambda module, args: forwards.append(len(args[0])))
+    row = 8 * model.config.hidden_size * 4
+    states = OnlineStates(model, data, remembered_bytes=3 * row)
+    order = torch.tensor([4, 0, 2, 1, 3])
+    first, again = states(order), states(order)
+    # three rows are remembered, two are computed again
+    assert forwards == [5, 2]
+    expected = model.base_model(data[order]).last_hidden_state
+    for ids, found in (first, again):
+        assert torch.equal(ids, data[order])
+        torch.testing.assert_close(found, expected)
+
+
+def test_frequent_tokens():
+    text = torch.tensor([[9, 9, 4, 7], [4, 9, 30, 7]])
+    assert frequent_tokens(text, 3, 48).tolist() == [4, 7, 9]
+    # the lower ids where none of them was seen
+    assert frequent_tokens(text, 6, 48).tolist() == [0, 1, 4, 7, 9, 30]
+
+
+def test_heads_draft_the_text_s_tokens(llama):
+    model = llama(initializer_range=0.05)
+    data = rows(6, 24).clamp(max=20)
+    known = continuations(model, data[:2, :6], 8)
+    options = HeadsOptions(kind="eagle", steps=2)
+    heads = train_heads(model, OnlineStates(model, data), known, options, draft_vocab_size=12)
+    assert heads.draft_vocabulary.tolist() == frequent_tokens(data, 12, VOCABULARY).tolist()
+
+
 def test_stored_states_are_the_computed_ones_and_give_the_same_heads(llama, tmp_path):
     model, data = llama(), rows(7, 12)
     told = []
@@ -216,7 +252,9 @@ def test_the_command_trains_saves_and_judges(model_of_bytes, tmp_path):
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert [point["step"] for point in told["simulated"]] == [0, 2]
-    assert json.loads((out / "config.json").read_text(encoding="utf-8"))["config"]["num_heads"] == 2
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))["config"]
+    assert config["num_heads"] == 2
+    assert config["draft_vocab_size"] == told["draft_vocab_size"] == -(-config["vocab_size"] // 4)
     known = registry.manager().specs(AssistantSpec)
     assert [each["assistant"] for each in told["judged"]] == [name for name in ("medusa", "lookup") if name in known]
     assert all(each["identical"] == each["prompts"] == 8 for each in told["judged"])

@@ -59,7 +59,7 @@ class EagleDrafter(HeadsDrafter, RolloutDrafter):
         self.fed = self._settled
 
     def logits(self, block: Block, column: int) -> torch.Tensor:
-        """Predict the hidden state of the column before; the target's output embedding reads it."""
+        """Predict the hidden state of the column before; logits are read off it."""
         start, stop = self.fed, column
         if start <= block.cached:
             before = self._target_states(block, start, stop)
@@ -96,7 +96,7 @@ class EagleDrafter(HeadsDrafter, RolloutDrafter):
         return hidden
 
     def _read(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.call.model.get_output_embeddings()(hidden)
+        logits: torch.Tensor = self.output(hidden)
         return logits.float()
 
     def _target_states(self, block: Block, start: int, stop: int) -> torch.Tensor:

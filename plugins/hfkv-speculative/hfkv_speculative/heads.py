@@ -58,6 +58,7 @@ class HeadsDrafter(LogitsDrafter):
         if options.branches is not None:
             decoding.check_trees(call.model, call.cache, type(resources).kind)
         self.hidden = HiddenStates(call)
+        self.output = resources.draft_output(call.model)
 
     @property
     def most(self) -> int:

@@ -43,7 +43,7 @@ class MedusaDrafter(HeadsDrafter):
         states = self.hidden.columns(first, self.hidden.end)[rows, [newest - first for newest in self._newest]]
         self.hidden.forget(block.cached - 1)
         # the heads of the row furthest behind are the last that are asked for
-        self._logits = self.resources(states, self.call.model.get_output_embeddings(), block.width - 1)
+        self._logits = self.resources(states, self.output, block.width - 1)
 
     def logits(self, block: Block, column: int) -> torch.Tensor:
         """Of the head of each row that looks as far as this column."""

@@ -142,9 +142,13 @@ def test_heads_in_a_second_turn(kind):
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 @pytest.mark.parametrize("branches", [None, (3, 2, 1)])
-def test_random_heads_change_nothing(kind, branches):
+@pytest.mark.parametrize("draft_vocab_size", [None, 20])
+def test_random_heads_change_nothing(kind, branches, draft_vocab_size):
     model = llama(3)
-    heads = MedusaHeads.for_model(model, own_lm_head=True) if kind == "medusa" else EagleHead.for_model(model)
+    if kind == "medusa":
+        heads = MedusaHeads.for_model(model, own_lm_head=draft_vocab_size is None, draft_vocab_size=draft_vocab_size)
+    else:
+        heads = EagleHead.for_model(model, draft_vocab_size=draft_vocab_size)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -152,7 +156,8 @@ def test_random_heads_change_nothing(kind, branches):
     assisted = hfkv.assistant(kind, model, heads=heads, branches=branches, **ALWAYS)
     output = plain(model, prompt(), **assisted)
     assert output.tolist() == plain(model, prompt()).tolist()
-    assert hfkv.stats(output).acceptance_rate < 0.15
+    # of fewer tokens, more are right by chance
+    assert hfkv.stats(output).acceptance_rate < (0.15 if draft_vocab_size is None else 0.4)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])

@@ -16,7 +16,6 @@ from hfkv.heads import DraftHeads, EagleHead, MedusaHeads
 from hfkv.heads.eagle import shift
 
 from ..conversions.decoder import evaluating
-from ..head import OutputHead
 
 # tokens that an EAGLE head drafts before the model looks; Medusa heads draft one each
 EAGLE_DRAFT = 4
@@ -73,19 +72,13 @@ def accepted_per_verification(heads: DraftHeads, model: Any, known: Continuation
     return tokens / forwards
 
 
-def _logits(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    output = OutputHead(model)
-    module: Any = output.module
-    applied = output.applied(module)
-    return lambda states: applied(states.to(module.weight.dtype))
-
-
 def _medusa(heads: MedusaHeads, model: Any, known: Continuations) -> Callable[[int, int], int]:
-    say = _logits(model)
-    drafts = []
-    for index in range(heads.config.num_heads):
-        own = OutputHead(model).applied(heads.lm_heads[index]) if heads.config.own_lm_head else say
-        drafts.append(torch.stack([own(heads.blocks[index](row.float())).argmax(-1) for row in known.states]))
+    output = heads.draft_output(model)
+
+    def drafted(index: int, row: torch.Tensor) -> torch.Tensor:
+        return heads.head(index, row.float(), lambda states: output(states.to(model.dtype))).argmax(-1)
+
+    drafts = [torch.stack([drafted(index, row) for row in known.states]) for index in range(heads.config.num_heads)]
 
     def count(row: int, place: int) -> int:
         right = 0
@@ -100,7 +93,7 @@ def _medusa(heads: MedusaHeads, model: Any, known: Continuations) -> Callable[[i
 
 
 def _eagle(head: EagleHead, model: Any, known: Continuations) -> Callable[[int, int], int]:
-    say, embed = _logits(model), model.get_input_embeddings()
+    output, embed = head.draft_output(model), model.get_input_embeddings()
 
     def count(row: int, place: int) -> int:
         ids, states = known.ids[row], known.states[row, : place + 1].float()
@@ -111,7 +104,7 @@ def _eagle(head: EagleHead, model: Any, known: Continuations) -> Callable[[int, 
             # a draft that was right so far is the text: its tokens are known, its hidden states are the head's own
             embeddings = embed(ids[None, :end]).float()
             predicted = head(embeddings, shift(states[None]), use_cache=False)[0, -1:]
-            if say(predicted).argmax(-1) != ids[end]:
+            if output(predicted.to(model.dtype)).argmax(-1) != ids[end]:
                 return right
             states = torch.cat([states, predicted])
         return EAGLE_DRAFT

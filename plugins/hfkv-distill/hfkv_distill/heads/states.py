@@ -24,23 +24,35 @@ MANIFEST = "manifest.json"
 
 
 class OnlineStates:
-    """Computes them at each call.
+    """Computes them when they are asked for, and remembers what there is room for.
 
     Parameters
     ----------
     rows
         ``[rows, tokens]`` token ids.
+    remembered_bytes
+        Room for hidden states in the CPU's memory: what was computed in one epoch is read in the next.
     """
 
-    def __init__(self, model: Any, rows: torch.Tensor) -> None:
+    def __init__(self, model: Any, rows: torch.Tensor, remembered_bytes: int = 2**31) -> None:
         self._model = model
         self.rows = rows
+        self._room, self._held = remembered_bytes, dict[int, torch.Tensor]()
 
     def __call__(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids ``[n, tokens]`` and hidden states ``[n, tokens, hidden]`` of some rows, on the model's device."""
-        ids = self.rows[indices].to(self._model.device)
-        with evaluating(self._model):
-            return ids, self._model.base_model(ids, use_cache=False).last_hidden_state
+        device, asked = self._model.device, indices.tolist()
+        new = [index for index in asked if index not in self._held]
+        found = {index: self._held[index].to(device) for index in asked if index in self._held}
+        if new:
+            with evaluating(self._model):
+                states = self._model.base_model(self.rows[new].to(device), use_cache=False).last_hidden_state
+            for index, row in zip(new, states, strict=True):
+                found[index] = row
+                if row.nbytes <= self._room:
+                    self._room -= row.nbytes
+                    self._held[index] = row.cpu().clone()
+        return self.rows[indices].to(device), torch.stack([found[index] for index in asked])
 
 
 def store_states(

@@ -46,7 +46,7 @@ class HeadsOptions:
     kind: str = "medusa"
     minutes: float | None = None
     steps: int | None = None
-    batch_size: int = 4
+    batch_size: int = 1
     learning_rate: float = 1e-3
     chunk_size: int = 256
     seconds_per_log: float = 60.0
@@ -107,12 +107,15 @@ def train_heads(
     log
         Called after each step.
     **shape
-        Fields of the heads' config, e.g. ``num_heads``.
+        Fields of the heads' config, e.g. ``num_heads``. The tokens of ``draft_vocab_size`` are the text's most
+        frequent ones.
     """
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         heads = KINDS[options.kind].for_model(model, **shape).float().train()
-    loss_of = HeadsLoss(model, options.chunk_size)
+    if heads.draft_vocabulary is not None:
+        heads.draft_vocabulary.copy_(frequent_tokens(states.rows, len(heads.draft_vocabulary), heads.config.vocab_size))
+    loss_of = HeadsLoss(model, heads, options.chunk_size)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=options.learning_rate, weight_decay=0.0)
     begin = logged = time.monotonic()
     log(Progress(0, 0, 0.0, 0.0, math.nan, accepted_per_verification(heads, model, held_out)))
@@ -122,7 +125,7 @@ def train_heads(
         ids, hidden = states(next(batches))
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * share)) / 2
-        loss = loss_of(heads, ids, hidden)
+        loss = loss_of(ids, hidden)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
         optimizer.step()
@@ -131,9 +134,21 @@ def train_heads(
         share = step / options.steps if options.steps else (now - begin) / (60 * (options.minutes or 0))
         accepted = None
         if share >= 1 or now - logged >= options.seconds_per_log:
-            accepted, logged = accepted_per_verification(heads, model, held_out), now
-        log(Progress(step, tokens, now - begin, min(1.0, share), float(loss), accepted))
+            accepted, logged = accepted_per_verification(heads, model, held_out), time.monotonic()
+            # a look at the heads is not training
+            begin += logged - now
+        log(Progress(step, tokens, now - begin, min(1.0, share), loss.item(), accepted))
     return heads.eval()
+
+
+def frequent_tokens(rows: torch.Tensor, count: int, vocab_size: int) -> torch.Tensor:
+    """The ``count`` most frequent tokens of a text, in order of their ids.
+
+    Of tokens that are as frequent as each other the lower ids: a tokenizer gives them to what was frequent where it
+    was trained.
+    """
+    seen = torch.bincount(rows.flatten(), minlength=vocab_size)
+    return seen.sort(descending=True, stable=True).indices[:count].sort().values
 
 
 def _batches(rows: int, options: HeadsOptions) -> Iterator[torch.Tensor]:
