@@ -18,7 +18,7 @@ _PROBE_WEIGHT = 3.0
 _FIRST_PAUSE = 16
 # tokens drafted to find out: at the very first, where the assistant reads the prompt; to learn what a draft costs; and
 # after a pause
-_FIRST, _SECOND, _PROBE = 1, 2, 4
+_FIRST, _SECOND, _PROBE = 1, 2, 2
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
