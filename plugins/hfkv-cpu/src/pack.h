@@ -72,17 +72,32 @@ static void quantize_group(float* x, int64_t group, float levels, uint16_t* scal
     }
 }
 
+// Hierarchical codes to bytes: the upper halves, and `plane` further the lower ones.
+static void write_halves(const float* x, const Format& f, uint8_t* out) {
+    const int64_t half = f.group / 2;
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 8 <= half; i += 8) {
+        const __m256i one = _mm256_cvttps_epi32(load_as<__m256>(x + i));
+        const __m256i other = _mm256_cvttps_epi32(load_as<__m256>(x + half + i));
+        // each bit from the second where the mask is set, else from the first
+        const __m256i mask = _mm256_set1_epi32(0xf0);
+        const __m256i upper = _mm256_ternarylogic_epi32(mask, other, _mm256_srli_epi32(one, 4), 0xca);
+        const __m256i lower = _mm256_ternarylogic_epi32(mask, _mm256_slli_epi32(other, 4), one, 0xca);
+        _mm_storel_epi64((__m128i*)(out + i), _mm256_cvtepi32_epi8(upper));
+        _mm_storel_epi64((__m128i*)(out + f.plane + i), _mm256_cvtepi32_epi8(lower));
+    }
+#endif
+    for (; i < half; i++) {
+        const int one = (int)x[i], other = (int)x[half + i];
+        out[i] = (uint8_t)(one >> 4 | (other & 0xf0));
+        out[f.plane + i] = (uint8_t)((one & 15) | other << 4);
+    }
+}
+
 // Codes to bytes; what is in `x` is lost.
 static void write_codes(float* x, const Format& f, uint8_t* out) {
-    if (f.plane) {
-        const int64_t half = f.group / 2;
-        for (int64_t i = 0; i < half; i++) {
-            const int one = (int)x[i], other = (int)x[i + half];
-            out[i] = (uint8_t)(one >> 4 | (other & 0xf0));
-            out[f.plane + i] = (uint8_t)((one & 15) | other << 4);
-        }
-        return;
-    }
+    if (f.plane) return write_halves(x, f, out);
     const int bits = f.nbits == 3 ? 2 : f.nbits, per_byte = 8 / bits;
     const int64_t bytes = f.group / per_byte;
     if (f.nbits == 3) {
