@@ -2,6 +2,7 @@
 
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py lookup        # repeat and edit prompts, and others
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py drafts        # the model's own weights and caches as drafts
+    HF_HUB_OFFLINE=1 python benchmarks/speculative.py halves        # an 8-bit cache that drafts from its upper half
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py lengths       # predicted and measured over g = 1 to 8
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py wrong         # a draft model of random weights
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py limits        # long contexts, and weights in 4 bits
@@ -192,6 +193,7 @@ COLUMNS = {
     "same": "Same text, %",
     "prompts": "Prompts",
     "identical": "Identical texts",
+    "stored": "Bytes besides the cache",
     "gap": "Largest gap of the two best logits where texts part",
 }
 
@@ -244,6 +246,43 @@ def drafts(case: Case) -> Iterator[dict[str, Any]]:
                 "examined": stats.examined,
                 "expected": round(expected_tokens(stats.acceptance_rate or 0.0, 4), 2),
             }
+
+
+HALVES = {"cache_implementation": "kivi", "cache_config": {"nbits": 8, "hierarchical": True}}
+
+
+def halves(case: Case) -> Iterator[dict[str, Any]]:
+    """The 8-bit cache drafts for itself, from its upper halves and from a copy; what is stored for that.
+
+    The prompts are one batch.
+    """
+    prompts = [case.passage(500, start)["input_ids"] for start in range(0, 18000, 3000)][: case.prompts]
+    inputs = {"input_ids": torch.cat(prompts)}
+
+    def generate(**arguments: Any) -> tuple[Any, int]:
+        output = case.generate(inputs, return_dict_in_generate=True, **arguments)
+        return output, hfkv.memory(output).stored_bytes
+
+    plain, alone = generate(**HALVES)
+    always = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+    for name, config in (("its upper halves", None), ("a copy in 4 bits", {}), ("a copy in 2 bits", {"nbits": 2})):
+        if not case.wanted(name):
+            continue
+        output, stored = generate(**HALVES, **hfkv.assistant("self-kv", case.model, cache_config=config, **always))
+        if config is not None:
+            # the copy is gone by now: it holds what such a cache holds
+            stored += generate(cache_implementation="kivi", cache_config=config)[1]
+        stats = hfkv.stats(output)
+        low, high = stats.acceptance_interval or (0.0, 0.0)
+        yield {
+            "what": name,
+            "accepted": round(100 * (stats.acceptance_rate or 0.0), 1),
+            "interval": f"{100 * low:.1f} to {100 * high:.1f}",
+            "examined": stats.examined,
+            "expected": round(expected_tokens(stats.acceptance_rate or 0.0, 4), 2),
+            "stored": stored - alone,
+            "same": round(100 * float((output.sequences == plain.sequences).float().mean()), 1),
+        }
 
 
 def lengths(case: Case) -> Iterator[dict[str, Any]]:
@@ -368,6 +407,11 @@ TITLES = {
         "Weights and caches in fewer bits as drafts",
         f"Four tokens at a time, always, after 500 tokens; {TIMED}",
     ),
+    "halves": (
+        "An 8-bit cache that drafts for itself",
+        "Four tokens at a time, always, after 500 tokens; the target is kivi in 8 bits, hierarchical. Accepted are "
+        "of the examined tokens: up to and with the first rejected one of a draft.",
+    ),
     "lengths": (
         "Draft lengths: predicted and measured",
         "The model drafts g tokens from its own cache in 4 bits, after 500 tokens, always. Expected is "
@@ -388,6 +432,7 @@ TITLES = {
 STUDIES: dict[str, Callable[[Case], Iterator[dict[str, Any]]]] = {
     "lookup": lookup,
     "drafts": drafts,
+    "halves": halves,
     "lengths": lengths,
     "wrong": wrong,
     "limits": limits,

@@ -140,6 +140,16 @@ def test_what_fits_is_what_the_formula_says(model_folder):
     assert bytes_of["dynamic"][1] == int((8e9 - 1e9 - weights) // plain)
 
 
+def test_draft_from_own_cache_stores_nothing_more(model_folder):
+    same, stored, accepted = run("draft_from_own_cache", model_folder).splitlines()
+    assert same == "the same text: True"
+    alone, drafting = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", stored))
+    assert alone == drafting > 0
+    taken, examined, forwards = map(int, re.findall(r"\d+", accepted))
+    assert 0 < taken <= examined
+    assert forwards < 39
+
+
 def test_speculative_gives_the_same_text(model_folder):
     same, stats = run("speculative", model_folder).splitlines()
     assert same == "the same text: True"
