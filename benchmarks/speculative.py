@@ -257,7 +257,8 @@ def halves(case: Case) -> Iterator[dict[str, Any]]:
     The prompts are one batch.
     """
     prompts = [case.passage(500, start)["input_ids"] for start in range(0, 18000, 3000)][: case.prompts]
-    inputs = {"input_ids": torch.cat(prompts)}
+    ids = torch.cat(prompts)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def generate(**arguments: Any) -> tuple[Any, int]:
         output = case.generate(inputs, return_dict_in_generate=True, **arguments)
