@@ -1,16 +1,19 @@
-"""One decode step of attention on a packed cache, against torch's own SDPA, in turns in one run.
+"""Attention on a packed cache, of a decode step or a chunk of queries, against torch's own SDPA, in turns in one run.
 
     OMP_NUM_THREADS=2 python benchmarks/attend.py
+    OMP_NUM_THREADS=2 python benchmarks/attend.py --queries 5 16 64 256 --nbits 4
     OMP_NUM_THREADS=2 python benchmarks/attend.py --tokens 4096 --heads 8 8 128 --repeats 15 --json
 
 Prints ratios of medians (above 1: the packed cache is faster) and the share of the machine's copy bandwidth at which
 the packed bytes were read. Both are given the same query in the layout that suits them best: SDPA the query heads of a
-KV head as rows of one product, as transformers does for one-token steps.
+KV head as rows of one product, as transformers does for one-token steps, and with several queries the mask that makes
+them causal.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +44,15 @@ def make_view(nbits: int, kv_heads: int, tokens: int, head_dim: int, dtype: torc
     return KVView(exact[0], exact[1], SINK, *(random_blocks(format, kv_heads, tokens) for format in formats))
 
 
+def causal_mask(queries: int, tokens: int, share: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """What the last queries may see, for the query heads of a KV head one after the other; one query sees all."""
+    if queries == 1:
+        return None
+    visible = torch.ones(queries, tokens, dtype=torch.bool).tril_(tokens - queries)
+    mask = torch.zeros(queries, tokens, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return mask.repeat(share, 1)[None, None]
+
+
 def packed_bytes(view: KVView) -> int:
     """Bytes that a step has to read from the packed blocks."""
     parts = (tensor for blocks in (view.keys, view.values) for tensor in (blocks.codes, blocks.scale, blocks.offset))
@@ -56,18 +68,27 @@ def copy_bandwidth(megabytes: int = 256) -> float:
 
 
 def measure(
-    kernels: CpuKernels, shape: list[int], tokens: int, dtype: torch.dtype, widths: list[int], repeats: int
+    kernels: CpuKernels,
+    shape: list[int],
+    tokens: int,
+    queries: int,
+    dtype: torch.dtype,
+    widths: list[int],
+    repeats: int,
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per width; all widths and SDPA take turns."""
     heads, kv_heads, head_dim = shape
-    query = torch.randn(1, heads, 1, head_dim, dtype=dtype)
-    rows = query.view(1, kv_heads, heads // kv_heads, head_dim)
+    query = torch.randn(1, heads, queries, head_dim, dtype=dtype)
+    rows = query.view(1, kv_heads, heads // kv_heads * queries, head_dim)
     dense = torch.randn(2, 1, kv_heads, tokens + SINK + RESIDUAL, head_dim, dtype=dtype)
     views = {nbits: make_view(nbits, kv_heads, tokens, head_dim, dtype) for nbits in widths}
     scale = head_dim**-0.5
-    calls = {"sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(rows, dense[0], dense[1], scale=scale)}
+    mask = causal_mask(queries, dense.shape[3], heads // kv_heads, dtype)
+    calls = {
+        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(rows, dense[0], dense[1], mask, scale=scale)
+    }
     for nbits, view in views.items():
-        calls[f"{nbits} bit"] = lambda view=view: kernels.attend(query, view, None, scale, False)
+        calls[f"{nbits} bit"] = lambda view=view: kernels.attend(query, view, None, scale, queries > 1)
     times = in_turns(calls, repeats)
     for nbits, view in views.items():
         seconds = times[f"{nbits} bit"]
@@ -76,6 +97,7 @@ def measure(
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "tokens": tokens,
+            "queries": queries,
             "dtype": str(dtype).removeprefix("torch."),
             "nbits": nbits,
             "sdpa_ms": times["sdpa"] * 1e3,
@@ -89,6 +111,7 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 32768], help="packed tokens, multiples of 32")
+    parser.add_argument("--queries", type=int, nargs="+", default=[1], help="tokens that attend at once")
     parser.add_argument(
         "--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("HEADS", "KV_HEADS", "HEAD_DIM"), help="the shape"
     )
@@ -103,19 +126,19 @@ def main() -> None:
     report = {"machine": machine_line(), "isa": kernels.isa, "copy_bytes_per_second": bandwidth}
     head = [
         f"kernels {kernels.isa}, copy bandwidth {bandwidth / 1e9:.1f} GB/s",
-        "tokens     dtype  bits   sdpa ms packed ms  faster   GB/s  share",
+        "tokens queries     dtype  bits   sdpa ms packed ms  faster   GB/s  share",
     ]
     table = Table(report, head, options.json)
-    for tokens in options.tokens:
-        for dtype in options.dtype:
-            for row in measure(kernels, options.heads, tokens, DTYPES[dtype], options.nbits, options.repeats):
-                row["share_of_copy_bandwidth"] = row["bytes_per_second"] / bandwidth
-                table.add(
-                    row,
-                    f"{tokens:>6} {dtype:>9} {row['nbits']:>5} {row['sdpa_ms']:>9.3f} {row['packed_ms']:>9.3f} "
-                    f"{row['times_faster']:>6.2f}x {row['bytes_per_second'] / 1e9:>6.1f} "
-                    f"{row['share_of_copy_bandwidth']:>6.0%}",
-                )
+    for tokens, queries, dtype in itertools.product(options.tokens, options.queries, options.dtype):
+        rows = measure(kernels, options.heads, tokens, queries, DTYPES[dtype], options.nbits, options.repeats)
+        for row in rows:
+            row["share_of_copy_bandwidth"] = row["bytes_per_second"] / bandwidth
+            table.add(
+                row,
+                f"{tokens:>6} {queries:>7} {dtype:>9} {row['nbits']:>5} {row['sdpa_ms']:>9.3f} "
+                f"{row['packed_ms']:>9.3f} {row['times_faster']:>6.2f}x {row['bytes_per_second'] / 1e9:>6.1f} "
+                f"{row['share_of_copy_bandwidth']:>6.0%}",
+            )
     table.close()
 
 
