@@ -228,6 +228,9 @@ class FourBits:
         four = request.op == "attend" and all(format.nbits == 4 for format in request.formats)
         return four, "four bits, attend" if four else "not four bits"
 
+    def attend(self, *args):
+        raise RuntimeError("never called: the listing only asks")
+
 
 FOUR_BITS = FourBits()
 
@@ -244,7 +247,10 @@ def kernel_plugin(name: str, load: str) -> object:
 def test_kernels_name_who_runs_what(register, monkeypatch):
     register(kernel_plugin("fourbits", f"{__name__}:FOUR_BITS"), "fast")
     listed = kernels.choices()
-    assert {choice["op"] for choice in listed} == {"pack", "unpack", "attend"}
+    assert {choice["op"] for choice in listed} == {"pack", "unpack", "attend", "dequantize", "matmul"}
+    # ops that it has no method for, whatever it says
+    reasons = {item["reason"] for choice in listed for item in choice["verdicts"] if item["kernel"] == "fourbits"}
+    assert {"has no matmul", "has no pack"} < reasons
     assert {choice["dtype"] for choice in listed} >= {"float32", "bfloat16"}
     taken = {(choice["op"], choice["nbits"]) for choice in listed if choice["kernel"] == "fourbits"}
     assert taken == {("attend", 4)}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import hfkv.cache
+import hfkv.weights
 from hfkv import hookspecs, registry, specs
 
 from . import docstrings
@@ -110,7 +111,10 @@ def op_table() -> str:
 
 
 def _linked(annotation: str) -> str:
-    return f"[{code(annotation)}][hfkv.cache.{annotation}]" if annotation in hfkv.cache.__all__ else code(annotation)
+    for module in (hfkv.cache, hfkv.weights):
+        if annotation in module.__all__:
+            return f"[{code(annotation)}][{module.__name__}.{annotation}]"
+    return code(annotation)
 
 
 def contracts(package: str = "hfkv.testing.contracts") -> str:

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-OPS = ("pack", "unpack", "attend")
+# of packed caches, and of packed weights
+OPS = ("pack", "unpack", "attend", "dequantize", "matmul")
+WEIGHT_OPS = ("dequantize", "matmul")
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (2, 3, 4, 8)
 # what most models have; a kernel that refuses another size says so when it is asked for it
@@ -19,14 +21,14 @@ GROUP_SIZE = 32
 def choices() -> list[dict[str, Any]]:
     """One entry for each op, quantizer (pack only), device, dtype and width, with every kernel's verdict.
 
-    The formats are KIVI's: keys per channel, values per token. Imports torch.
+    The formats are KIVI's: keys per channel, values per token; those of weights have offsets. Imports torch.
     """
     import torch
 
     from .. import registry
-    from ..cache.packed import PackedFormat
     from ..kernels import Request
     from ..specs import KVQuantizerSpec
+    from ..weights import Grid
 
     quantizers = [spec for spec in registry.manager().specs(KVQuantizerSpec).values() if not registry.unmet(spec)]
     result = []
@@ -35,16 +37,23 @@ def choices() -> list[dict[str, Any]]:
             for device in devices():
                 for dtype in DTYPES:
                     for nbits in WIDTHS if quantizer is None else quantizer.nbits:
-                        keys = PackedFormat(nbits, "channel", GROUP_SIZE, HEAD_DIM)
-                        values = PackedFormat(nbits, "token", GROUP_SIZE, HEAD_DIM)
                         name = None if quantizer is None else quantizer.name
-                        formats = (keys, values) if op == "attend" else (keys,)
-                        request = Request(op, device, getattr(torch, dtype), formats, name)  # type: ignore[arg-type]
+                        weights = op in WEIGHT_OPS
+                        grid = Grid(nbits, GROUP_SIZE, affine=True) if weights else None
+                        formats = () if weights else _formats(op, nbits)
+                        request = Request(op, device, getattr(torch, dtype), formats, name, grid)  # type: ignore[arg-type]
                         result.append(
                             {"op": op, "quantizer": name, "device": device, "dtype": dtype, "nbits": nbits}
                             | _verdicts(request)
                         )
     return result
+
+
+def _formats(op: str, nbits: int) -> tuple[Any, ...]:
+    from ..cache.packed import PackedFormat
+
+    keys = PackedFormat(nbits, "channel", GROUP_SIZE, HEAD_DIM)
+    return (keys, PackedFormat(nbits, "token", GROUP_SIZE, HEAD_DIM)) if op == "attend" else (keys,)
 
 
 def devices() -> list[str]:
@@ -81,7 +90,8 @@ def show(console: Console, found: list[dict[str, Any]], explain: bool) -> None:
         row[choice["nbits"]] = choice["kernel"] or "[red]broken[/]"
     for key, cells in rows.items():
         table.add_row(*key, *(cells.get(nbits, "[dim]-[/]") for nbits in WIDTHS))
-    console.print(f"kernels for groups of {GROUP_SIZE} and {HEAD_DIM} channels; keys per channel, values per token\n")
+    about = f"kernels for groups of {GROUP_SIZE} and {HEAD_DIM} channels; keys per channel, values per token"
+    console.print(f"{about}; weights with offsets\n")
     console.print(table)
     for error in dict.fromkeys(choice["error"] for choice in found if choice["error"]):
         console.print(f"\n[red]broken:[/] {escape(error)}", soft_wrap=True)

@@ -18,23 +18,26 @@ from ..cache.packed import PackedBlocks, PackedFormat
 from ..cache.quantizer import KVQuantizer
 from ..cache.view import KVView
 from ..specs import KernelSpec
+from ..weights.grid import Grid, PackedWeight
 from .reference import ReferenceKernels
 
-Op = Literal["pack", "unpack", "attend"]
+Op = Literal["pack", "unpack", "attend", "dequantize", "matmul"]
 
 
 @dataclass(frozen=True)
 class Request:
     """What an op is asked for; kernels say whether they support it.
 
-    ``formats`` has one entry for pack and unpack, and (keys, values) for attend; ``quantizer`` is set for pack.
+    ``formats`` has one entry for pack and unpack, and (keys, values) for attend; ``quantizer`` is set for pack,
+    ``grid`` for dequantize and matmul.
     """
 
     op: Op
     device: str
     dtype: torch.dtype
-    formats: tuple[PackedFormat, ...]
+    formats: tuple[PackedFormat, ...] = ()
     quantizer: str | None = None
+    grid: Grid | None = None
 
 
 class Kernels(Protocol):
@@ -55,6 +58,12 @@ class Kernels(Protocol):
         self, query: torch.Tensor, view: KVView, mask: torch.Tensor | None, scale: float, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over packed and exact segments: the output and the log-sum-exp."""
+
+    def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize a weight."""
+
+    def matmul(self, states: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """Product with a packed weight."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,9 @@ def explain(request: Request) -> list[Verdict]:
                 raise
             verdicts.append(Verdict(spec.name, False, f"{type(error).__name__}: {error}", None))
             continue
+        if not hasattr(kernels, request.op):
+            verdicts.append(Verdict(spec.name, False, f"has no {request.op}", None))
+            continue
         verdicts.append(Verdict(spec.name, *kernels.supports(request), kernels))
     verdicts.append(Verdict(REFERENCE.name, *REFERENCE.supports(request), REFERENCE))
     return verdicts
@@ -134,3 +146,14 @@ def attend(
     """Attention over packed and exact segments (`ReferenceKernels.attend`)."""
     request = Request("attend", query.device.type, query.dtype, (view.keys.format, view.values.format))
     return select(request).attend(query, view, mask, scale, causal)
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantize a weight (`ReferenceKernels.dequantize`)."""
+    request = Request("dequantize", weight.codes.device.type, dtype, grid=weight.grid)
+    return select(request).dequantize(weight, dtype)
+
+
+def matmul(states: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """Product with a packed weight (`ReferenceKernels.matmul`)."""
+    return select(Request("matmul", states.device.type, states.dtype, grid=weight.grid)).matmul(states, weight)

@@ -10,9 +10,12 @@ import torch
 from ..cache.packed import PackedBlocks, PackedFormat
 from ..cache.quantizer import KVQuantizer
 from ..cache.view import KVView
+from ..weights.grid import Grid, PackedWeight
 
 # elements of one chunk's dequantized keys (16 MiB in float32)
 CHUNK_ELEMENTS = 2**22
+# and of a chunk of decoded weights: what is in between stays in the processor's cache
+WEIGHT_ELEMENTS = 2**18
 
 
 def pack_codes(codes: torch.Tensor, nbits: int) -> torch.Tensor:
@@ -56,6 +59,30 @@ def unpack_planes(packed: torch.Tensor, format: PackedFormat) -> torch.Tensor:
         return unpack_codes(packed, format.nbits)
     upper, lower = unpack_codes(packed, 4).split(format.groups, dim=-2)
     return (upper << 4) | lower
+
+
+def numbers_of(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Codes ``[rows, inputs]`` of a weight, one a byte, as float32 in units of the scale."""
+    if grid.levels is not None:
+        return torch.tensor(grid.levels, device=codes.device)[codes.int()]
+    values = codes.float()
+    return values if grid.affine or grid.numbers is not None else values.sub_(2 ** (grid.nbits - 1))
+
+
+def scaled(values: torch.Tensor, group: int, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
+    """Multiply ``[rows, inputs]`` by the scales ``[rows or 1, groups]``, and add the offsets, in place."""
+    inputs = values.shape[1]
+    whole = inputs // group
+    parts = [(slice(0, whole * group), slice(0, whole))]
+    if whole * group < inputs:
+        # the last group is shorter
+        parts.append((slice(whole * group, None), slice(-1, None)))
+    for columns, part in parts:
+        factor = scale[:, part, None].float()
+        groups = values[:, columns].unflatten(1, (factor.shape[1], -1)).mul_(factor)
+        if offset is not None:
+            groups.add_(offset[:, part, None].float())
+    return values
 
 
 def _to_groups(states: torch.Tensor, format: PackedFormat) -> torch.Tensor:
@@ -209,6 +236,53 @@ class ReferenceKernels:
             output.reshape(batch, heads, queries, -1).to(query.dtype),
             lse.reshape(batch, heads, queries),
         )
+
+    def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize a weight, computed in float32 and rounded once.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[outputs, inputs]``.
+        """
+        result = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.codes.device)
+        for rows in _row_chunks(weight):
+            result[rows] = self._rows(weight, rows)
+        return result
+
+    def matmul(self, states: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """Product with a packed weight, in float32 and rounded once.
+
+        Parameters
+        ----------
+        states
+            ``[rows, inputs]``.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[rows, outputs]``, in the dtype of the states.
+        """
+        result = states.new_empty(states.shape[0], weight.outputs)
+        for rows in _row_chunks(weight):
+            result[:, rows] = (states.float() @ self._rows(weight, rows).T).to(states.dtype)
+        return result
+
+    def _rows(self, weight: PackedWeight, rows: slice) -> torch.Tensor:
+        grid, codes = weight.grid, weight.codes[rows]
+        if grid.numbers is None:
+            codes = unpack_codes(codes, grid.nbits)[:, : weight.inputs]
+        # a whole tensor has one row of scales
+        scale, offset = (
+            part if part is None or grid.per_tensor else part[rows] for part in (weight.scale, weight.offset)
+        )
+        assert scale is not None
+        return scaled(numbers_of(codes, grid), weight.group, scale, offset)
+
+
+def _row_chunks(weight: PackedWeight) -> list[slice]:
+    step = max(1, WEIGHT_ELEMENTS // weight.inputs)
+    return [slice(start, start + step) for start in range(0, weight.outputs, step)]
 
 
 def _fold_mask(mask: torch.Tensor | None, kv_heads: int, share: int) -> torch.Tensor | None:

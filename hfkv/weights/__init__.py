@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .grouped import Grid as Grid
+    from .grid import Grid as Grid
+    from .grid import PackedWeight as PackedWeight
     from .grouped import GroupedLinear as GroupedLinear
     from .linear import QuantizedLinear as QuantizedLinear
     from .linear import WeightHandle as WeightHandle
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 # where each name lives, resolved when it is first used: the config is imported while transformers itself is
 _HOME = {
-    "Grid": "grouped",
+    "Grid": "grid",
     "GroupedLinear": "grouped",
+    "PackedWeight": "grid",
     "QuantizedLinear": "linear",
     "RoundedLinear": "rounded",
     "RoundedOptions": "rounded",
@@ -27,6 +29,7 @@ _HOME = {
 __all__ = [
     "Grid",
     "GroupedLinear",
+    "PackedWeight",
     "QuantizedLinear",
     "RoundedLinear",
     "RoundedOptions",

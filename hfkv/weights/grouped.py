@@ -9,46 +9,15 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
-from ..kernels.reference import pack_codes, unpack_codes
+from .. import kernels
+from ..kernels.reference import numbers_of, pack_codes, scaled, unpack_codes
 from . import products
+from .grid import SCALE_DTYPE, Grid, PackedWeight
 from .linear import Layout, QuantizedLinear
-
-SCALE_DTYPE = torch.float16
-# elements that are decoded at a time: what is in between stays in the processor's cache
-CHUNK_ELEMENTS = 2**18
-
-
-@dataclass(frozen=True)
-class Grid:
-    """How a weight ``[outputs, inputs]`` is stored.
-
-    Parameters
-    ----------
-    nbits
-        Bits of a code: 1, 2, 3, 4 or 8.
-    group
-        Inputs that share a scale; the last group of a row may be shorter.
-    affine
-        Whether there is an offset. Without one, a code counts from the middle ``2 ** (nbits - 1)``.
-    levels
-        A codebook that the codes index, or None.
-    numbers
-        int8 or float8: the codes are numbers of that dtype, not bit patterns. None otherwise.
-    per_tensor
-        Whether the whole tensor is one group.
-    """
-
-    nbits: int
-    group: int
-    affine: bool = False
-    levels: tuple[float, ...] | None = None
-    numbers: torch.dtype | None = None
-    per_tensor: bool = False
 
 
 class GroupedLinear(QuantizedLinear):
@@ -63,6 +32,7 @@ class GroupedLinear(QuantizedLinear):
     codes: torch.Tensor
     scale: torch.Tensor
     offset: torch.Tensor
+    _packed_weight: PackedWeight | None = None
 
     @abstractmethod
     def make_grid(self) -> Grid:
@@ -113,7 +83,7 @@ class GroupedLinear(QuantizedLinear):
     def approximate(self, weight: torch.Tensor) -> torch.Tensor:
         """``[out_features, in_features]`` float32: what `decode` would give for a weight; nothing is stored."""
         codes, scale, offset = self._quantized(weight)
-        return self._scaled(self._numbers(codes), scale, offset)
+        return scaled(numbers_of(codes, self.grid), self._span, scale, offset)
 
     def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Codes ``[out_features, in_features]``, one a byte, with scale and offset."""
@@ -128,15 +98,19 @@ class GroupedLinear(QuantizedLinear):
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, computed in float32 and rounded once."""
-        result = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
-        codes = self._codes()
-        step = max(1, CHUNK_ELEMENTS // self.in_features)
-        for start in range(0, self.out_features, step):
-            rows = slice(start, start + step)
-            # a whole tensor has one row of scales
-            scale, *offset = (part if self.grid.per_tensor else part[rows] for part in self._scale_and_offset())
-            result[rows] = self._scaled(self._values(codes[rows]), scale, offset[0] if offset else None)
-        return result
+        if torch.compiler.is_compiling():
+            return kernels.REFERENCE.dequantize(self.packed(), dtype)
+        return kernels.dequantize(self.packed(), dtype)
+
+    def packed(self) -> PackedWeight:
+        """The stored tensors, for kernels; made once, until one of them is another."""
+        codes, scale = self._buffers["codes"], self._buffers["scale"]
+        made = self._packed_weight
+        if made is None or made.codes is not codes or made.scale is not scale:
+            offset = self.offset if self.grid.affine else None
+            made = PackedWeight(self.grid, self.in_features, self._codes(), self.scale, offset)
+            self._packed_weight = made
+        return made
 
     def _codes(self) -> torch.Tensor:
         """The codes as they are saved."""
@@ -151,35 +125,6 @@ class GroupedLinear(QuantizedLinear):
     def _unpacked(self, codes: torch.Tensor) -> torch.Tensor:
         """The inverse of `_packed`."""
         return unpack_codes(codes, self.grid.nbits)[:, : self.in_features]
-
-    def _values(self, codes: torch.Tensor) -> torch.Tensor:
-        """``[rows, in_features]`` float32 in units of the scale, of codes as they are stored."""
-        if self.grid.numbers is None:
-            codes = self._unpacked(codes)
-        return self._numbers(codes)
-
-    def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
-        """``[rows, in_features]`` float32 in units of the scale, of codes that are one a byte."""
-        grid = self.grid
-        if grid.levels is not None:
-            return torch.tensor(grid.levels, device=codes.device)[codes.int()]
-        values = codes.float()
-        return values if grid.affine or grid.numbers is not None else values.sub_(2 ** (grid.nbits - 1))
-
-    def _scaled(self, values: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
-        """Multiply by the scales and add the offsets, in place."""
-        group = self.in_features if self.grid.per_tensor else self.grid.group
-        whole = self.in_features // group
-        parts = [(slice(0, whole * group), slice(0, whole))]
-        if whole * group < self.in_features:
-            # the last group is shorter
-            parts.append((slice(whole * group, None), slice(-1, None)))
-        for inputs, part in parts:
-            factor = scale[:, part, None].float()
-            groups = values[:, inputs].unflatten(1, (factor.shape[1], -1)).mul_(factor)
-            if offset is not None:
-                groups.add_(offset[:, part, None].float())
-        return values
 
     # the products
 
@@ -205,13 +150,35 @@ class GroupedLinear(QuantizedLinear):
     def _span(self) -> int:
         return self.in_features if self.grid.per_tensor else min(self.grid.group, self.in_features)
 
+    def _kernels(self, dtype: torch.dtype) -> kernels.Kernels | None:
+        """The kernels whose product computes in a dtype; None where it would be the reference's."""
+        request = self._requests.get(dtype)
+        if request is None:
+            request = kernels.Request("matmul", self.codes.device.type, dtype, grid=self.grid)
+            self._requests[dtype] = request
+        found = kernels.select(request)
+        return None if found is kernels.REFERENCE else found
+
+    @functools.cached_property
+    def _requests(self) -> dict[torch.dtype, kernels.Request]:
+        return {}
+
     def fast(self, states: torch.Tensor) -> bool:
-        """Few rows in bfloat16 on a CPU, for which torch has a product with such codes."""
+        """Where kernels have a product with such codes; few rows in bfloat16 on a CPU for which torch has one."""
+        # a compiler sees through plain torch only
+        if torch.compiler.is_compiling():
+            return False
+        return self._kernels(states.dtype) is not None or self._torch_has_product(states)
+
+    def _torch_has_product(self, states: torch.Tensor) -> bool:
         limit = {"int8": products.INT8_ROWS, "int4": products.INT4_ROWS, None: 0}[self._product]
         return states.shape[0] <= limit and states.dtype == products.DTYPE and self.codes.device.type == "cpu"
 
     def matmul(self, states: torch.Tensor) -> torch.Tensor:
-        """The product of torch's."""
+        """The product of the kernels, or of torch's."""
+        found = self._kernels(states.dtype)
+        if found is not None:
+            return found.matmul(states, self.packed())
         # kept, so that it is copied once
         self.codes = products.aligned(self.codes)
         if self._product == "int8":
@@ -241,21 +208,27 @@ class GroupedLinear(QuantizedLinear):
         return made
 
     def path(self) -> str:
-        """Which product computes few rows."""
+        """Which product computes."""
         decoded = "decoded for each call"
+        found = {dtype: self._kernels(dtype) for dtype in (torch.float32, torch.bfloat16)}
+        names = dict.fromkeys(item.name for item in found.values() if item is not None)
+        if names:
+            return " and ".join(f"the product of the kernels {name!r}" for name in names)
         if self.codes.device.type != "cpu":
             return decoded
         if self._product is None:
-            return f"{decoded}, slowly: torch has no CPU product for these codes or this shape"
+            return f"{decoded}, slowly: torch has no CPU product for these codes or this shape; hfkv-cpu has one"
         limit = products.INT8_ROWS if self._product == "int8" else products.INT4_ROWS
         return f"torch's {self._product} product up to {limit} rows of bfloat16, otherwise {decoded}"
 
     # the codes are saved, moved and copied in one order
 
     def settle(self) -> None:
-        """Put the codes into the order in which they are saved, and forget what is made from the scales."""
+        """Put the codes into the order in which they are saved, and forget what is made from what is stored."""
         if self.codes.dim() == 3:
             self.codes = self._codes()
+        self._packed_weight = None
+        self._requests.clear()
         self._buffers.pop("product_scales", None)
         self._non_persistent_buffers_set.discard("product_scales")
 

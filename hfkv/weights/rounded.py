@@ -11,7 +11,8 @@ import torch
 
 from ..cache import check_choice, check_length, option, round_to_grid
 from . import rounding
-from .grouped import Grid, GroupedLinear
+from .grid import Grid
+from .grouped import GroupedLinear
 from .options import WeightOptions
 
 

@@ -8,6 +8,7 @@ from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from torch import nn
 
 import hfkv
+from hfkv import kernels
 from hfkv.weights import products
 from hfkv_hqq.weights import HqqLinear, HqqOptions
 
@@ -48,13 +49,17 @@ def test_bits_per_weight_are_those_of_the_formula(nbits):
     assert HqqLinear.quantized(linear(), HqqOptions(nbits=nbits)).bits_per_weight == nbits + 32 / 64
 
 
-def test_4_bits_take_the_product_of_torch():
+def test_4_bits_take_the_product_of_torch(monkeypatch):
+    monkeypatch.setenv("HFKV_KERNELS", "reference")
+    kernels.forget_choices()
     layer = HqqLinear.quantized(linear(576, 128).bfloat16(), HqqOptions(nbits=4))
     states = torch.randn(3, 576).bfloat16()
     assert layer.fast(states) is products.has_int4()
     expected = states.float() @ layer.decode(torch.float32).T
     with torch.no_grad():
         assert (layer(states).float() - expected).std() < 0.01 * expected.std()
+    monkeypatch.undo()
+    kernels.forget_choices()
 
 
 @pytest.mark.parametrize(("options", "message"), [({"nbits": 5}, "nbits=5"), ({"group_size": 20}, "multiple of 8")])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hfkv
+from hfkv import kernels
 from hfkv.testing.weights import small_model
 from hfkv.weights import products, rounding
 from hfkv_rtn.linear import RtnLinear
@@ -139,9 +140,19 @@ def test_error_falls_with_bits_and_with_smaller_groups():
     assert error(nbits=4, group_size=64, symmetric=False) < error(nbits=4, group_size=64)
 
 
-# the products
+# the products of torch, where there are no kernels
 
 
+@pytest.fixture
+def no_kernels():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HFKV_KERNELS", "reference")
+        kernels.forget_choices()
+        yield
+    kernels.forget_choices()
+
+
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize(
     ("options", "product"),
     [
@@ -191,6 +202,7 @@ def test_few_rows_of_bfloat16_take_the_product_of_torch(options, product):
     assert torch.equal(found.to("cpu", torch.float16).decode(torch.float32), weight)
 
 
+@pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("nbits", [2, 3])
 def test_fewer_bits_take_4_in_memory_once_they_were_used_and_their_own_in_the_file(nbits):
     layer = quantized(linear(256, 128).bfloat16(), nbits=nbits, group_size=64)
@@ -203,11 +215,13 @@ def test_fewer_bits_take_4_in_memory_once_they_were_used_and_their_own_in_the_fi
     assert saved.nbytes == 128 * 256 * nbits // 8
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_path_says_where_a_token_is_decoded_slowly():
     assert "slowly" in quantized(linear(256, 128), quant_type="nf4").path()
     assert "slowly" not in quantized(linear(256, 128), nbits=3).to("meta").path()
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_4_bit_codes_lie_in_the_tiles_of_the_product_in_as_many_bytes():
     layer = quantized(linear(256, 128).bfloat16(), nbits=4)
     before = layer.codes.nbytes
@@ -219,6 +233,7 @@ def test_4_bit_codes_lie_in_the_tiles_of_the_product_in_as_many_bytes():
     assert torch.equal(products.from_tiles(products.tiles(codes)), codes)
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_codes_and_states_may_begin_at_any_byte():
     """torch's 8-bit product ends the process with a segmentation fault where they do."""
     for options in ({"nbits": 8, "granularity": "row"}, {"nbits": 4, "group_size": 64}):
