@@ -11,12 +11,17 @@ import torch
 from hfkv.cache import KVQuantizer, KVView, PackedBlocks, PackedFormat
 from hfkv.cache.packed import UPPER_HALVES
 from hfkv.kernels import Request
+from hfkv.weights import Grid, PackedWeight
 
 from . import _kernels
 
 # the numbers of `hfkv::Type`
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# the numbers of `hfkv::Code`, which for fewer than 8 bits are those bits
+NUMBERS = {torch.int8: 9, torch.float8_e4m3fn: 10}
+# from so many rows on it is faster to decode the weight and to use torch's product
+DENSE_ROWS = {torch.float32: 48, torch.bfloat16: 14, torch.float16: 14}
 
 
 class CpuKernels:
@@ -48,6 +53,8 @@ class CpuKernels:
             return False, f"runs on the CPU, not on {request.device}"
         if request.dtype not in FLOATS:
             return False, f"{request.dtype} is not one of float32, bfloat16, float16"
+        if request.grid is not None:
+            return self._supports_grid(request.grid)
         if len({format.block_length for format in request.formats}) > 1:
             return False, "keys and values are in blocks of different lengths"
         if request.op == "pack":
@@ -55,7 +62,18 @@ class CpuKernels:
                 return False, f"packs with backend 'rtn' only; {request.quantizer!r} decides its codes in torch"
             if request.formats[0].codebook is not None:
                 return False, "packs uniform grids only, not codebooks"
-        return True, f"{self.isa}, threads: {_kernels.threads_from()}"
+        return True, self._reason
+
+    @property
+    def _reason(self) -> str:
+        return f"{self.isa}, threads: {_kernels.threads_from()}"
+
+    def _supports_grid(self, grid: Grid) -> tuple[bool, str]:
+        if grid.numbers is not None and grid.numbers not in NUMBERS:
+            return False, f"multiplies with int8 and float8_e4m3fn, not with {grid.numbers}"
+        if grid.nbits == 8 and grid.levels is not None:
+            return False, "looks up to 16 levels up, not the 256 of a codebook of 8 bits"
+        return True, self._reason
 
     def pack(self, states: torch.Tensor, format: PackedFormat, quantizer: KVQuantizer) -> PackedBlocks:
         """Quantize whole blocks, to the bit as `ReferenceKernels.pack`."""
@@ -103,6 +121,47 @@ class CpuKernels:
         )
         return output, lse
 
+    def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize a weight, to the bit as `ReferenceKernels.dequantize`."""
+        result = torch.empty(weight.outputs, weight.inputs, dtype=dtype)
+        self._matmul(weight, 0, (0, 0), result)
+        return result
+
+    def matmul(self, states: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """Product with a packed weight, summed in float32 (`ReferenceKernels.matmul`)."""
+        rows = states.shape[0]
+        if rows >= DENSE_ROWS[states.dtype]:
+            return torch.nn.functional.linear(states, self.dequantize(weight, states.dtype))
+        result = states.new_empty(rows, weight.outputs)
+        if rows:
+            states = _rows(states)
+            self._matmul(weight, rows, (states.data_ptr(), states.stride(0)), result)
+        return result
+
+    def _matmul(self, weight: PackedWeight, rows: int, states: tuple[int, int], result: torch.Tensor) -> None:
+        codes, scale, offset = weight.codes, weight.scale, weight.offset
+        if not (codes.is_contiguous() and scale.is_contiguous() and (offset is None or offset.is_contiguous())):
+            codes, scale = codes.contiguous(), scale.contiguous()
+            offset = None if offset is None else offset.contiguous()
+        _kernels.matmul(
+            self._index,
+            torch.get_num_threads(),
+            _grid(weight.grid),
+            codes.data_ptr(),
+            scale.data_ptr(),
+            0 if offset is None else offset.data_ptr(),
+            weight.grid.per_tensor,
+            weight.group,
+            codes.stride(0),
+            rows,
+            weight.inputs,
+            weight.outputs,
+            *states,
+            result.data_ptr(),
+            result.stride(0),
+            TYPES[result.dtype],
+        )
+
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
     """The same numbers, those of a row next to each other."""
@@ -147,6 +206,15 @@ def _format(format: PackedFormat) -> Any:
         format.groups * row_bytes if format.hierarchical else 0,
         upper,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _grid(grid: Grid) -> Any:
+    middle = 0 if grid.affine or grid.numbers is not None else 2 ** (grid.nbits - 1)
+    if grid.nbits == 8:
+        return _kernels.Grid(8 if grid.numbers is None else NUMBERS[grid.numbers], middle, [])
+    levels = [float(code - middle) for code in range(2**grid.nbits)] if grid.levels is None else list(grid.levels)
+    return _kernels.Grid(grid.nbits, 0, levels)
 
 
 kernels = CpuKernels(os.environ.get("HFKV_CPU_ISA") or None)

@@ -69,6 +69,30 @@ struct Convert {
     Blocks blocks;
 };
 
+// What a weight's code is: an index of so many bits (8 bits: a number by itself), or an int8 or float8 (e4m3). The last
+// is bits3 whose third bits begin within a byte.
+enum class Code : int { bits1 = 1, bits2 = 2, bits3 = 3, bits4 = 4, bits8 = 8, int8, float8, bits3_within };
+
+// y = x W^T, or y = W, for a weight [outputs, inputs] on a grid: `hfkv.weights.PackedWeight`.
+struct Matmul {
+    int64_t rows, inputs, outputs;
+    Code code;
+    // inputs that share a scale, and the scales of an output; or one scale for all
+    int64_t group, groups;
+    bool one_scale;
+    // 16 levels of codes below 8 bits; what codes of 8 bits count from
+    const float* levels;
+    float middle;
+    int64_t row_bytes;
+    const uint8_t* codes;
+    // offset null: none
+    const uint16_t *scale, *offset;
+    Tensor x, y;
+    // the plan: outputs of a unit, a multiple of 4; x in the order of the codes, made once for all units
+    int64_t unit_outputs;
+    float* shared;
+};
+
 // One instruction set's kernels. `scratch` is 64-byte aligned and as large as the matching function says, in floats.
 struct Kernels {
     const char* name;
@@ -81,6 +105,13 @@ struct Kernels {
     // the `index`-th block of (batch, head, block)
     void (*pack)(const Convert&, int64_t index, float* scratch);
     void (*unpack)(const Convert&, int64_t index, float* scratch);
+    int64_t (*matmul_shared)(const Matmul&);
+    int64_t (*matmul_scratch)(const Matmul&);
+    // fills `Matmul::shared`; before `matmul`
+    void (*matmul_prepare)(const Matmul&);
+    // the `index`-th unit of outputs: their products, or their weights
+    void (*matmul)(const Matmul&, int64_t index, float* scratch);
+    void (*expand)(const Matmul&, int64_t index, float* scratch);
 };
 
 }  // namespace hfkv

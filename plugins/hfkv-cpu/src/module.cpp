@@ -59,6 +59,17 @@ struct OwnedFormat {
     }
 };
 
+// How a weight is stored, and the levels that its codes stand for.
+struct OwnedGrid {
+    Code code;
+    float middle;
+    std::array<float, 16> levels;
+
+    OwnedGrid(int code, float middle, const std::vector<float>& levels_) : code(static_cast<Code>(code)), middle(middle) {
+        for (size_t i = 0; i < levels.size(); i++) levels[i] = levels_.empty() ? 0 : levels_[i % levels_.size()];
+    }
+};
+
 // (pointer, type, stride of the batch, of the heads, of the rows)
 Tensor tensor_from(const nb::tuple& t) {
     Tensor r;
@@ -169,6 +180,39 @@ void run_convert(int isa, int threads, const nb::tuple& states, const nb::tuple&
     parallel(count, threads, work, &call);
 }
 
+// weights of a unit: some microseconds of work
+constexpr int64_t UNIT_WEIGHTS = 1 << 15;
+
+// `x` null: the weight itself is written to y. The tensors are given as pointers; x and y have rows of `x_stride` and of
+// `y_stride` numbers.
+void run_matmul(int isa, int threads, const OwnedGrid& grid, uintptr_t codes, uintptr_t scale, uintptr_t offset, bool one_scale,
+                int64_t group, int64_t row_bytes, int64_t rows, int64_t inputs, int64_t outputs, uintptr_t x, int64_t x_stride,
+                uintptr_t y, int64_t y_stride, int type) {
+    const Kernels& kernels = kernels_of(isa);
+    nb::gil_scoped_release release;
+    Matmul m{};
+    m.rows = x ? rows : 0, m.inputs = inputs, m.outputs = outputs;
+    m.code = grid.code, m.middle = grid.middle, m.levels = grid.levels.data();
+    m.group = std::min(group, inputs), m.groups = (inputs + m.group - 1) / m.group, m.one_scale = one_scale;
+    m.row_bytes = row_bytes;
+    m.codes = reinterpret_cast<const uint8_t*>(codes);
+    m.scale = reinterpret_cast<const uint16_t*>(scale);
+    m.offset = reinterpret_cast<const uint16_t*>(offset);
+    m.x = {reinterpret_cast<void*>(x), 0, 0, x_stride, static_cast<Type>(type)};
+    m.y = {reinterpret_cast<void*>(y), 0, 0, y_stride, static_cast<Type>(type)};
+    if (inputs * outputs < SMALL) threads = 1;
+    m.unit_outputs = std::max<int64_t>(4, UNIT_WEIGHTS / inputs / 4 * 4);
+    const int64_t shared = (kernels.matmul_shared(m) + 15) / 16 * 16, size = kernels.matmul_scratch(m);
+    m.shared = scratch(shared + size * threads);
+    kernels.matmul_prepare(m);
+    Call<Matmul> call{kernels, m, m.shared + shared, size};
+    const auto work = [](void* context, int64_t index, int worker) {
+        const auto& c = *static_cast<const Call<Matmul>*>(context);
+        (c.args.x.data ? c.kernels.matmul : c.kernels.expand)(c.args, index, c.memory + c.size * worker);
+    };
+    parallel((outputs + m.unit_outputs - 1) / m.unit_outputs, threads, work, &call);
+}
+
 std::vector<std::string> isa_names() {
     std::vector<std::string> names;
     for (const Kernels* kernels : usable) names.push_back(kernels->name);
@@ -183,11 +227,14 @@ NB_MODULE(_kernels, m) {
     nb::class_<hfkv::OwnedFormat>(m, "Format")
         .def(nb::init<int, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const std::vector<float>&,
                       int64_t, bool>());
+    nb::class_<hfkv::OwnedGrid>(m, "Grid").def(nb::init<int, float, const std::vector<float>&>());
     m.def("isa_names", &hfkv::isa_names, "The instruction sets that this processor has, best first.");
     m.def("threads_from", &hfkv::threads_from, "Whose threads do the work: \"openmp\" (torch's own) or \"std::thread\".");
     using namespace nb::literals;
     m.def("attend", &hfkv::run_attend, "isa"_a, "threads"_a, "query"_a, "exact_keys"_a, "exact_values"_a, "keys"_a, "values"_a,
           "mask"_a.none(), "output"_a, "lse"_a, "sizes"_a, "scale"_a, "causal"_a);
     m.def("pack", &hfkv::run_convert<true>, "isa"_a, "threads"_a, "states"_a, "blocks"_a, "batch"_a, "heads"_a);
+    m.def("matmul", &hfkv::run_matmul, "isa"_a, "threads"_a, "grid"_a, "codes"_a, "scale"_a, "offset"_a, "one_scale"_a, "group"_a,
+          "row_bytes"_a, "rows"_a, "inputs"_a, "outputs"_a, "x"_a, "x_stride"_a, "y"_a, "y_stride"_a, "type"_a);
     m.def("unpack", &hfkv::run_convert<false>, "isa"_a, "threads"_a, "states"_a, "blocks"_a, "batch"_a, "heads"_a);
 }
