@@ -240,6 +240,13 @@ class ReferenceKernels:
     def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize a weight, computed in float32 and rounded once.
 
+        Parameters
+        ----------
+        weight
+            The packed weight ``[outputs, inputs]``.
+        dtype
+            The dtype of the result.
+
         Returns
         -------
         torch.Tensor
@@ -257,6 +264,8 @@ class ReferenceKernels:
         ----------
         states
             ``[rows, inputs]``.
+        weight
+            The packed weight ``[outputs, inputs]``.
 
         Returns
         -------
