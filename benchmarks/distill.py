@@ -4,11 +4,11 @@
     python benchmarks/distill.py share-layers --minutes 15 --save docs/benchmarks
     python benchmarks/distill.py share-layers --minutes 15 --objective ce --save docs/benchmarks
 
-What is healed: `share-layers` (pairs of layers share keys and values), `drop-layers` (four layers fewer, those whose
-loss costs the least KL), `kv-heads` (one head of keys and values, the mean of three), and `cache` (SmolLM2 behind a
-2-bit kivi cache without sinks, which `--train-plain` does not show to it in training). The text is CPython's own
-help, its last tenth held out; conversions are decided on the rest. `--save` writes table and curve as the
-documentation keeps them.
+What is healed: `share-layers` (pairs of layers share keys and values), `drop-layers` (four layers fewer, those that
+change the hidden states least) and `drop-layers-by-kl` (those whose loss costs the least KL), `kv-heads` (one head of
+keys and values, the mean of three), and `cache` (SmolLM2 behind a 2-bit kivi cache without sinks, which
+`--train-plain` does not show to it in training). The text is CPython's own help, its last tenth held out; conversions
+are decided on the rest. `--save` writes table and curve as the documentation keeps them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from hfkv_distill.run import OBJECTIVES, Result, RunOptions, distill
 
 CONVERSIONS = {
     "share-layers": Conversion(share_layers=2),
-    "drop-layers": Conversion(drop_layers=4, drop_by="kl"),
+    "drop-layers": Conversion(drop_layers=4),
+    "drop-layers-by-kl": Conversion(drop_layers=4, drop_by="kl"),
     "kv-heads": Conversion(kv_heads=1),
 }
 CACHE = {"nbits": 2, "sink_length": 0, "residual_length": 32}

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hfkv.cli import arguments
 from hfkv.cli.models import DType
 
 
@@ -29,9 +30,7 @@ class ShareMap(StrEnum):
 
 
 def main(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A Hub id or a folder; smollm2 and gemma3-270m come from packages.")
-    ],
+    model: arguments.Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which is not there yet.")],
     drop_layers: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Drop the N layers that matter least.")
@@ -75,8 +74,8 @@ def main(
     dtype: Annotated[
         DType, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16 or auto, the checkpoint's own.")
     ] = DType.AUTO,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the model runs.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    device: arguments.Device = "cpu",
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Convert a model, and tell what that saves and what it costs before it is healed by distillation."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from hfkv.cli import arguments
 from hfkv.cli.console import working
 from hfkv.cli.models import DType
 
@@ -26,14 +27,9 @@ def main(
     teacher: Annotated[str, typer.Option(metavar="MODEL", help="The original: a folder, a Hub id, or smollm2.")],
     student: Annotated[str, typer.Option(metavar="MODEL", help="What is trained: a converted copy, or any other.")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the trained student is saved.", file_okay=False)],
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The text; by default Python's own help.", exists=True, dir_okay=False),
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Text from a data set on the Hub: NAME or NAME:CONFIG.")
-    ] = None,
-    field: Annotated[str, typer.Option(metavar="NAME", help="The field of that data set.")] = "text",
+    text: arguments.TextFile = None,
+    dataset: arguments.Dataset = None,
+    field: arguments.Field = "text",
     objective: Annotated[
         str, typer.Option(metavar="NAME", help="kl, reverse-kl, jsd, or ce: the text alone, without the teacher.")
     ] = "kl",
@@ -68,7 +64,7 @@ def main(
     ] = False,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the order of the windows.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Train a student towards a teacher: KL, perplexity and top 1 on held-out text, before and after."""
     if minutes is not None and steps is not None:
@@ -79,6 +75,7 @@ def main(
     console = Console(highlight=False, file=sys.stderr if as_json else sys.stdout)
     with working(console, "importing torch and transformers"):
         from hfkv.cli import comparison
+        from hfkv.cli.texts import read
 
         from . import texts
         from .machine import chosen_device, has_fast_bf16
@@ -92,13 +89,14 @@ def main(
         train_plain=train_plain, bf16=has_fast_bf16(place) if bf16 is None else bf16,
         gradient_checkpointing=gradient_checkpointing, seed=seed,
     )  # fmt: skip
-    content, source = texts.read(text, dataset, field, CHARACTERS)
+    found = read(text, dataset, field, splits=("train",), characters=CHARACTERS)
     original, tokenizer, teacher_name = comparison.load(console, teacher, None, teacher_dtype.value, place)
     trained, _, student_name = comparison.load(console, student, None, "float32", place)
-    data = texts.examples(tokenizer, content, source, length or window, held_out)
+    data = texts.examples(tokenizer, found.content, found.source, length or window, held_out)
     console.print(
         f"{teacher_name} teaches {student_name}: {len(data.train):,} windows of {length or window} tokens, "
-        f"{len(data.held_out):,} held out, from {source}; {objective}, {place}{', bfloat16' if options.bf16 else ''}",
+        f"{len(data.held_out):,} held out, from {found.source}; {objective}, "
+        f"{place}{', bfloat16' if options.bf16 else ''}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     from .progress import Watch
@@ -107,7 +105,7 @@ def main(
         result = distill(
             trained, original, data, options, stage=watch.stage, show=watch.show, processing_class=tokenizer
         )
-    _save(trained, tokenizer, out, result, options, {"teacher": teacher, "student": student, "text": source})
+    _save(trained, tokenizer, out, result, options, {"teacher": teacher, "student": student, "text": found.source})
     if as_json:
         print(json.dumps(report(result, options), indent=1))
     else:

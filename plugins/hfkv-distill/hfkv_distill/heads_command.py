@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfkv.cli import arguments
 from hfkv.cli.models import DType
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ class Kind(StrEnum):
 
 
 def main(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A Hub id or a folder; smollm2 and gemma3-270m come from packages.")
-    ],
+    model: arguments.Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for the heads, which is not there yet.")],
     kind: Annotated[
         Kind, typer.Option(metavar="KIND", help="medusa: heads that each look one token further; eagle: a layer.")
@@ -51,15 +50,7 @@ def main(
             help="Draft the N most frequent tokens of the text alone; by default a quarter of the vocabulary.",
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The text, its last tenth held out; by default Python's own help.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
+    text: arguments.SplitTextFile = None,
     tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Tokens of each row of text.")] = 256,
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Rows of a step: 1 on a CPU, 8 on a GPU.")
@@ -75,8 +66,8 @@ def main(
     dtype: Annotated[
         DType, typer.Option(metavar="DTYPE", help="Of the model; the heads are trained in float32.")
     ] = DType.FLOAT32,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the model runs.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    device: arguments.Device = "cpu",
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Train drafting heads on a frozen model, and tell how many tokens each of its forwards gives with them."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hfkv.cli import arguments
 from hfkv.cli.models import DEFAULT
 from hfkv.cli.weights import parse_weights
 
@@ -39,14 +40,9 @@ def main(
         list[str] | None,
         typer.Option(metavar="PART", help=f"Measure only this; may be repeated. All by default: {', '.join(PARTS)}."),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The text; by default Python's own help.", exists=True, dir_okay=False),
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Text from a data set on the Hub: NAME or NAME:CONFIG.")
-    ] = None,
-    field: Annotated[str, typer.Option(metavar="NAME", help="The field of that data set.")] = "text",
+    text: arguments.TextFile = None,
+    dataset: arguments.Dataset = None,
+    field: arguments.Field = "text",
     windows: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Pieces of the text: 3, and 2 in a study.")
     ] = None,
@@ -82,9 +78,7 @@ def main(
     from hfkv.cli.console import working
 
     with working(out, "importing torch and transformers"):
-        from hfkv.cli import comparison
-
-        from . import text as texts
+        from hfkv.cli import comparison, texts
     for found in given:
         # wrong options are refused before a model is loaded
         found.config()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hfkv.cli import arguments
 from hfkv.cli.models import DEFAULT
 
 from . import options
@@ -20,14 +20,9 @@ def main(
     queries: Annotated[
         int, typer.Option(metavar="N", min=1, help="How many of the last tokens' attention to look at.")
     ] = 64,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The text; by default Python's own help.", exists=True, dir_okay=False),
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Text from a data set on the Hub: NAME or NAME:CONFIG.")
-    ] = None,
-    field: Annotated[str, typer.Option(metavar="NAME", help="The field of that data set.")] = "text",
+    text: arguments.TextFile = None,
+    dataset: arguments.Dataset = None,
+    field: arguments.Field = "text",
     gguf_file: options.GGUFFile = None,
     dtype: options.DTypeOption = options.DType.FLOAT32,
     device: options.Device = "cpu",
@@ -40,9 +35,8 @@ def main(
     from hfkv.cli.console import working
 
     with working(out, "importing torch and transformers"):
-        from hfkv.cli import comparison
+        from hfkv.cli import comparison, texts
 
-        from . import text as texts
         from .inspect_page import page
         from .inspection import inspect
         from .provenance import made_with

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from hfkv.cli.arguments import AsJson as AsJson
+from hfkv.cli.arguments import Device as Device
+from hfkv.cli.arguments import Model as Model
 from hfkv.cli.models import DType as DType
 from hfkv.cli.settings import Setting, parse_cache
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Hub id or a folder; smollm2 and gemma3-270m come from packages.")
-]
 GGUFFile = Annotated[
     str | None, typer.Option("--gguf-file", metavar="FILE", help="The GGUF file in that folder or repository.")
 ]
@@ -26,8 +26,6 @@ Caches = Annotated[
 DTypeOption = Annotated[
     DType, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16 or auto, the checkpoint's own.")
 ]
-Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="Where the model runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 Report = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Write an HTML page with the plots.", dir_okay=False),

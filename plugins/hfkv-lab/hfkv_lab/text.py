@@ -1,77 +1,9 @@
-"""The text that quality is measured on, and windows of it."""
+"""Tokens of the text that quality is measured on, and windows of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 from transformers import PreTrainedTokenizerBase
-
-from hfkv.cli.prompts import long_text
-
-# characters of a data set that are read at most: more than any default needs
-DATASET_CHARACTERS = 2_000_000
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text and where it comes from.
-
-    Attributes
-    ----------
-    content
-        The text.
-    source
-        What a report calls it.
-    """
-
-    content: str
-    source: str
-
-
-def read(file: Path | None = None, dataset: str | None = None, field: str = "text") -> Text:
-    """The text of a file, of a data set on the Hub (``NAME`` or ``NAME:CONFIG``), or Python's own help.
-
-    Raises
-    ------
-    ValueError
-        Both were given, or the text is empty.
-    """
-    if file is not None and dataset is not None:
-        raise ValueError("--text and --dataset were both given: pass one of them")
-    if dataset is not None:
-        result = _dataset(dataset, field)
-    elif file is not None:
-        result = Text(file.read_text(encoding="utf-8"), file.name)
-    else:
-        result = Text(long_text(), "pydoc_data.topics")
-    if not result.content.strip():
-        raise ValueError(f"{result.source} has no text")
-    return result
-
-
-def _dataset(name: str, field: str) -> Text:
-    try:
-        from datasets import get_dataset_split_names, load_dataset
-    except ImportError:
-        raise ImportError("--dataset needs the package datasets. Fix: pip install 'hfkv-lab[datasets]'") from None
-    path, _, config = name.partition(":")
-    there = get_dataset_split_names(path, config or None)
-    # what a model was trained on says less
-    split = next((split for split in ("test", "validation", "train") if split in there), there[0])
-    # streaming: a few megabytes of what may be terabytes
-    rows = load_dataset(path, config or None, split=split, streaming=True)
-    pieces: list[str] = []
-    size = 0
-    for row in rows:
-        if field not in row:
-            raise ValueError(f"the data set {name!r} has no field {field!r}; it has: {', '.join(row)}. Fix: --field")
-        pieces.append(str(row[field]))
-        size += len(pieces[-1])
-        if size >= DATASET_CHARACTERS:
-            break
-    return Text("\n".join(pieces), f"{name}, {split}")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

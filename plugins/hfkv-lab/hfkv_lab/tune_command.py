@@ -88,9 +88,8 @@ def main(
     from hfkv.cli.console import working
 
     with working(console, "importing torch and transformers"):
-        from hfkv.cli import comparison
+        from hfkv.cli import comparison, texts
 
-        from . import text as texts
         from . import tune_page
         from .progress import steps
         from .tune_run import tune

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from functools import partial
 
 import pytest
@@ -202,37 +201,6 @@ def test_windows_cover_the_text_and_do_not_overlap():
     assert all(window.shape == (1, 101) for window in found)
     with pytest.raises(ValueError, match=r"the text has 1,000 tokens, and 11 windows of 101 need 1,100. Fix: a longer"):
         text.windows(list(range(1000)), 11, 101, [7])
-
-
-def test_text_comes_from_one_place(tmp_path):
-    file = tmp_path / "mine.txt"
-    file.write_text("hello", encoding="utf-8")
-    assert text.read(file) == text.Text("hello", "mine.txt")
-    assert text.read().content == long_text()
-    with pytest.raises(ValueError, match="pass one of them"):
-        text.read(file, "wikitext")
-    file.write_text(" \n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"mine\.txt has no text"):
-        text.read(file)
-
-
-def test_text_of_a_data_set_is_its_field_of_the_split_that_was_held_back(tmp_path, monkeypatch):
-    pytest.importorskip("datasets", reason="hfkv-lab[datasets] is not installed")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for split, rows in {"train": ["seen"], "test": ["first", "second"]}.items():
-        lines = [json.dumps({"text": row, "other": "x"}) for row in rows]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    assert text.read(None, str(folder)) == text.Text("first\nsecond", f"{folder}, test")
-    assert text.read(None, str(folder), "other").content == "x\nx"
-    with pytest.raises(ValueError, match=r"has no field 'body'; it has: text, other. Fix: --field"):
-        text.read(None, str(folder), "body")
-    (folder / "test.jsonl").unlink()
-    assert text.read(None, str(folder)) == text.Text("seen", f"{folder}, train")
-    monkeypatch.setattr(text, "DATASET_CHARACTERS", 5)
-    (folder / "train.jsonl").write_text('{"text": "seen"}\n' * 9, encoding="utf-8")
-    assert text.read(None, str(folder)).content == "seen\nseen"
 
 
 @pytest.mark.parametrize(
