@@ -4,15 +4,13 @@
 
 #include "codes.h"
 #include "gemm.h"
-#include "integer.h"
+#include "multiplier.h"
 
 namespace hfkv {
 namespace HFKV_ISA {
 
 // tokens between two updates of the softmax
 constexpr int64_t STEP = 128;
-// exact tokens that are floats at a time: they stay in the first-level cache
-constexpr int64_t EXACT = 32;
 // from here on it is cheaper to scale a tile's codes once than to fold the scales into every row
 constexpr int64_t FOLD_ROWS = 16;
 
@@ -20,7 +18,7 @@ constexpr int64_t FOLD_ROWS = 16;
 struct Room {
     int64_t rows, depth, width, step, tokens;
     float *query, *folded, *scores, *output, *tile, *group, *scale, *offset, *weights, *maximum, *total, *start, *shift,
-        *peak;
+        *peak, *factor;
     int64_t size;
 
     Room(const Attend& a, float* base) {
@@ -45,10 +43,9 @@ struct Room {
         scores = take(rows * tokens);
         output = take(rows * width);
         const int64_t packed = larger(depth * round_up(block, 16), block * width);
-        tile = take(larger(packed, EXACT * larger(depth, width)));
+        tile = take(larger(packed, larger(step * block, STEP) * larger(depth, width)));
         group = take(larger(k.group, v.group) + 16);
-        // of one block, or of the values of a whole step
-        const int64_t groups = larger(larger(depth, round_up(k.groups, 16)), round_up(v.groups * step, 64));
+        const int64_t groups = larger(larger(depth, round_up(k.groups, 16)), round_up(v.groups, 16));
         scale = take(groups);
         offset = take(groups);
         weights = take(rows * round_up(block, 16));
@@ -57,29 +54,35 @@ struct Room {
         start = take(rows);
         shift = take(rows * v.runs);
         peak = take(rows);
+        factor = take(rows);
 #if defined(__AVX512VNNI__)
         if (!integers) return;
-        const int64_t chunks = larger(depth, round_up(step * block, CHUNK)) / CHUNK;
-        digits = (int8_t*)take(chunks * 3 * CHUNK * rows / 4);
-        sums = take(rows * GROUP);
-        // a vector each: of one float a row
-        peaks = take(16);
-        factor = take(16);
-        unit = take(16);
-        bias = take(16);
+        const int64_t length = round_up(step * block, CHUNK), chunks = larger(depth, length) / CHUNK;
+        for (Slot& slot : slots) {
+            slot.digits = (int8_t*)take(chunks * digit_rows(rows) * CHUNK / 4);
+            slot.sums = (int32_t*)take(digit_rows(rows) * GROUP);
+            if (TILE_BYTES) slot.codes = (uint8_t*)take(chunks * TILE_BYTES / 4);
+        }
+        for (float*& each : bias) each = take(rows);
+        halves = (uint16_t*)take(larger(larger(depth, v.groups), length) + 32);
+        peaks = take(rows);
+        unit = take(rows);
 #endif
     }
 
 #if defined(__AVX512VNNI__)
-    // of one product: the scores of a block, or the sums of a run of channels
-    int8_t* digits = nullptr;
-    float *sums = nullptr, *peaks = nullptr, *factor = nullptr, *unit = nullptr, *bias = nullptr;
+    Slot slots[2];
+    float* bias[3] = {};
+    // the largest floats of each row, and their units as integers
+    float *peaks = nullptr, *unit = nullptr;
+    // room for float16 numbers, twice as many as a product's scales
+    uint16_t* halves = nullptr;
     bool integers;
 
     // whether the folded products can be summed in integers: KIVI's geometry, and few rows
     static bool in_integers(const Attend& a, int64_t rows) {
         const Format &k = a.keys.format, &v = a.values.format;
-        return rows <= FOLD_ROWS && k.channel_axis && !v.channel_axis && k.group == GROUP && v.group == GROUP &&
+        return rows <= INTEGER_ROWS && k.channel_axis && !v.channel_axis && k.group == GROUP && v.group == GROUP &&
                !k.codebook && !v.codebook && k.head_dim % 4 == 0;
     }
 #endif
@@ -132,9 +135,9 @@ struct Unit {
             const char* p = (const char*)q.data +
                             (batch * q.batch_stride + head_of(r) * q.head_stride + query_of(r) * q.row_stride) * size;
             to_floats(p, q.type, a.keys.format.head_dim, a.scale, room.query + r * room.depth, room.depth);
-            room.maximum[r] = -FLT_MAX;
-            room.total[r] = 0;
         }
+        // whole vectors of rows: what is done to them all meets no numbers that slow the processor down
+        for (int64_t r = 0; r < round_up(rows, 16); r++) room.maximum[r] = -FLT_MAX, room.total[r] = 0, room.peak[r] = 0;
         memset(room.output, 0, rows * room.width * sizeof(float));
     }
 
@@ -166,34 +169,51 @@ struct Unit {
         }
     }
 
-    // Scores to weights, and what was summed before to the new maximum.
-    void soften(int64_t count) {
+    // The maxima of these scores, and what was summed before to the new ones.
+    void raise_maximum(int64_t count) {
         const int64_t padded = round_up(count, W);
         for (int64_t r = 0; r < rows; r++) {
             float* s = room.scores + r * room.tokens;
             for (int64_t i = count; i < padded; i++) s[i] = -INFINITY;
             vf highest = load(s);
             for (int64_t i = W; i < padded; i += W) highest = maximum(highest, load(s + i));
-            const float before = room.maximum[r], top = largest(highest);
-            if (top > before) {
-                room.maximum[r] = top;
-                if (room.total[r] > 0) {
-                    const float kept = exp_nonpositive(set(before - top))[0];
-                    room.total[r] *= kept;
-                    float* o = room.output + r * room.width;
-                    for (int64_t c = 0; c < room.width; c += W) store(o + c, load(o + c) * kept);
-                }
+            room.peak[r] = largest(highest);
+        }
+        for (int64_t r = 0; r < rows; r += W) {
+            const vf before = load(room.maximum + r), top = load(room.peak + r), now = maximum(before, top);
+            const vf kept = exp_nonpositive(before - now);
+            store(room.maximum + r, now);
+            store(room.peak + r, exp_nonpositive(top - now));
+            store(room.total + r, load(room.total + r) * kept);
+            for (int64_t i = 0; i < smaller(W, rows - r); i++) {
+                if (kept[i] == 1) continue;
+                float* o = room.output + (r + i) * room.width;
+                for (int64_t c = 0; c < room.width; c += W) store(o + c, load(o + c) * kept[i]);
             }
-            const float now = room.maximum[r];
-            room.peak[r] = exp_nonpositive(set(top - now))[0];
+        }
+    }
+
+    // Scores to weights times each row's factor, zeros up to `length`.
+    void weigh(int64_t count, int64_t length, const float* factor) {
+        const int64_t padded = round_up(count, W);
+        for (int64_t r = 0; r < rows; r++) {
+            float* s = room.scores + r * room.tokens;
+            const float now = room.maximum[r], by = factor[r];
             vf total = {};
             for (int64_t i = 0; i < padded; i += W) {
-                vf weight = exp_nonpositive(load(s + i) - now);
+                const vf weight = exp_nonpositive(load(s + i) - now);
                 total += weight;
-                store(s + i, weight);
+                store(s + i, weight * by);
             }
+            for (int64_t i = padded; i < length; i += W) store(s + i, vf{});
             room.total[r] += sum(total);
         }
+    }
+
+    void soften(int64_t count) {
+        raise_maximum(count);
+        for (int64_t r = 0; r < rows; r++) room.factor[r] = 1;
+        weigh(count, 0, room.factor);
     }
 
     void score_block(int64_t block, float* scores) {
@@ -270,42 +290,40 @@ struct Unit {
         }
     }
 
-    // Rows of exact tokens as floats that are padded with zeros to `padded` channels and `stride` apart: where they are, if
-    // they are so already, else in the tile.
-    const float* exact_rows(const Tensor& x, int64_t first, int64_t count, int64_t channels, int64_t padded, int64_t& stride) {
-        const int64_t at = batch * x.batch_stride + kv_head * x.head_stride + first * x.row_stride;
-        if (x.type == Type::float32 && channels == padded && count % 4 == 0) {
-            stride = x.row_stride;
-            return (const float*)x.data + at;
-        }
-        stride = padded;
-        const int64_t size = type_size(x.type);
+    // Rows of exact tokens as floats in the tile, padded with zeros to whole vectors.
+    const float* exact_rows(const Tensor& x, int64_t first, int64_t count, int64_t channels) {
+        const int64_t at = batch * x.batch_stride + kv_head * x.head_stride + first * x.row_stride, size = type_size(x.type);
+        const int64_t padded = round_up(channels, W);
         for (int64_t t = 0; t < count; t++) {
             to_floats((const char*)x.data + (at + t * x.row_stride) * size, x.type, channels, 1, room.tile + t * padded, padded);
         }
-        for (int64_t t = count; t < round_up(count, 4); t++) memset(room.tile + t * padded, 0, padded * sizeof(float));
         return room.tile;
+    }
+
+    // Calls `use` with rows of exact tokens, and how far they are apart: in their own type where they are, if they are whole
+    // vectors.
+    template <typename Use> void with_rows(const Tensor& x, int64_t first, int64_t count, int64_t channels, Use use) {
+        const int64_t at = batch * x.batch_stride + kv_head * x.head_stride + first * x.row_stride;
+        if (channels % W) return use(exact_rows(x, first, count, channels), round_up(channels, W));
+        if (x.type == Type::float32) return use((const float*)x.data + at, x.row_stride);
+        if (x.type == Type::bfloat16) return use((const Bfloat*)x.data + at, x.row_stride);
+        use((const Half*)x.data + at, x.row_stride);
     }
 
     void exact_step(int64_t first, int64_t count) {
         const int64_t packed = a.keys.count * a.keys.format.block_length;
         const int64_t before = larger(0, smaller(a.sink - first, count));
-        const int64_t depth = round_up(a.keys.format.head_dim, W), width = round_up(a.values.format.head_dim, W);
-        int64_t stride;
-        for (int64_t t = 0; t < count; t += EXACT) {
-            const int64_t some = smaller(EXACT, count - t);
-            const float* keys = exact_rows(a.exact_keys, first + t, some, a.keys.format.head_dim, depth, stride);
-            products_by_rows(room.query, room.depth, keys, stride, room.scores + t, room.tokens, rows, round_up(some, 4), depth);
-        }
+        const int64_t depth = a.keys.format.head_dim, width = a.values.format.head_dim;
+        with_rows(a.exact_keys, first, count, depth, [&](const auto* keys, int64_t stride) {
+            products_by_rows(room.query, room.depth, keys, stride, room.scores, room.tokens, rows, count, round_up(depth, W));
+        });
         // the columns of the sink come before the packed ones, the others after
         if (before > 0) apply_mask(room.scores, first, before);
         if (count > before) apply_mask(room.scores + before, packed + first + before, count - before);
         soften(count);
-        for (int64_t t = 0; t < count; t += EXACT) {
-            const int64_t some = smaller(EXACT, count - t);
-            const float* values = exact_rows(a.exact_values, first + t, some, a.values.format.head_dim, width, stride);
-            product<true>(room.scores + t, room.tokens, values, stride, room.output, room.width, rows, width, some);
-        }
+        with_rows(a.exact_values, first, count, width, [&](const auto* values, int64_t stride) {
+            product<true>(room.scores, room.tokens, values, stride, room.output, room.width, rows, round_up(width, W), count);
+        });
     }
 
     void write_row(int64_t r, const float* sums, float top, float total) const {

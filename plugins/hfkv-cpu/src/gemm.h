@@ -6,8 +6,8 @@
 namespace hfkv {
 namespace HFKV_ISA {
 
-template <int R, int C, bool ADD>
-INLINE void product_tile(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
+template <int R, int C, bool ADD, typename B>
+INLINE void product_tile(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
                          const float* start) {
     vf acc[R][C];
 #pragma GCC unroll 8
@@ -33,8 +33,8 @@ INLINE void product_tile(const float* a, int64_t lda, const float* b, int64_t ld
     }
 }
 
-template <int C, bool ADD>
-static void product_rows(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t rows,
+template <int C, bool ADD, typename B>
+static void product_rows(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t rows,
                          int64_t depth, const float* start) {
     int64_t r = 0;
 #define ROWS(R) product_tile<R, C, ADD>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, depth, start ? start + r : nullptr)
@@ -50,8 +50,8 @@ static void product_rows(const float* a, int64_t lda, const float* b, int64_t ld
 }
 
 // `columns` is a multiple of W. ADD: on top of what is in C; otherwise each row starts from `start` (null: zero).
-template <bool ADD>
-static void product(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t rows,
+template <bool ADD, typename B>
+static void product(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t rows,
                     int64_t columns, int64_t depth, const float* start = nullptr) {
     int64_t j = 0;
     for (; j + COLUMNS * W <= columns; j += COLUMNS * W) {
@@ -64,36 +64,40 @@ static void product(const float* a, int64_t lda, const float* b, int64_t ldb, fl
     for (; j < columns; j += W) product_rows<1, ADD>(a, lda, b + j, ldb, c + j, ldc, rows, depth, start);
 }
 
-// C[row][token] = A[row] . B[token], both `depth` long, a multiple of W and padded with zeros; `tokens` of 4.
-static void products_by_rows(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t rows,
+template <int R, typename B>
+INLINE void dots_of_four(const float* a, int64_t lda, const B* const b[4], float* c, int64_t ldc, int64_t depth) {
+    vf acc[R][4] = {};
+    for (int64_t k = 0; k < depth; k += W) {
+        vf token[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) token[j] = load(b[j] + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const vf x = load(a + r * lda + k);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) acc[r][j] += x * token[j];
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) store_sums(c + r * ldc, acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+}
+
+// C[row][token] = A[row] . B[token], both `depth` long, a multiple of W. C has room for a multiple of four tokens.
+template <typename B>
+static void products_by_rows(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t rows,
                              int64_t tokens, int64_t depth) {
+    // 16 sums where there are 32 registers
+    constexpr int ROWS = COLUMNS;
     for (int64_t t = 0; t < tokens; t += 4) {
-        const float* p = b + t * ldb;
+        const B* four[4];
+        for (int64_t j = 0; j < 4; j++) {
+            four[j] = b + smaller(t + j, tokens - 1) * ldb;
+            // what comes some tokens later
+            for (int64_t k = 0; k < depth; k += 64 / sizeof(B)) __builtin_prefetch(four[j] + 8 * ldb + k);
+        }
         int64_t r = 0;
-        for (; r + 2 <= rows; r += 2) {
-            const float *q0 = a + r * lda, *q1 = q0 + lda;
-            vf acc[2][4] = {};
-            for (int64_t k = 0; k < depth; k += W) {
-                vf x = load(q0 + k), y = load(q1 + k);
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) {
-                    vf key = load(p + j * ldb + k);
-                    acc[0][j] += x * key;
-                    acc[1][j] += y * key;
-                }
-            }
-            store_sums(c + r * ldc + t, acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
-            store_sums(c + (r + 1) * ldc + t, acc[1][0], acc[1][1], acc[1][2], acc[1][3]);
-        }
-        for (; r < rows; r++) {
-            vf acc[4] = {};
-            for (int64_t k = 0; k < depth; k += W) {
-                vf x = load(a + r * lda + k);
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) acc[j] += x * load(p + j * ldb + k);
-            }
-            store_sums(c + r * ldc + t, acc[0], acc[1], acc[2], acc[3]);
-        }
+        for (; r + ROWS <= rows; r += ROWS) dots_of_four<ROWS>(a + r * lda, lda, four, c + r * ldc + t, ldc, depth);
+        for (; r < rows; r++) dots_of_four<1>(a + r * lda, lda, four, c + r * ldc + t, ldc, depth);
     }
 }
 

@@ -21,49 +21,63 @@ constexpr int64_t SUMMED = 4;
 // near the largest integer of so many digits that a float's 23 bits hold beside the half digits that are added
 INLINE float largest_of(int digits) { return digits == 3 ? 63 * 65536 : 127 * 256; }
 
-// A row's 64 floats times its factor, as rows of 64 signed bytes, lowest first. Of each row the q-th four bytes are at
-// q % 4 * 4 + q / 4.
-template <int DIGITS> INLINE void write_digits(const float* floats, vf factor, int8_t* out) {
+// where the q-th four bytes of a chunk's row are
+INLINE int64_t place_of(int64_t q) { return q % 4 * 4 + q / 4; }
+
+// Scales and offsets, in runs of 32 that are `stride` apart.
+struct Scales {
+    const uint16_t *scale, *offset;
+    int64_t stride;
+};
+
+// Of ROWS rows: x times the scales as DIGITS rows of signed bytes for each, lowest first, a chunk every `chunk_bytes`; and
+// the dots of x and the offsets. What is rounded to integers is x * scale.
+template <int DIGITS, int ROWS>
+static void write_digits(const float* x, int64_t stride, const Scales& scales, int64_t length, int8_t* out,
+                         int64_t chunk_bytes, float* dots) {
     // added to a float, it leaves the rounded integer in its low bits, and half of each digit's range added to that, so
     // that no digit borrows from the next
     const vf whole = set(12582912.f + 0x8080);
     // taken off again, of the third byte what the float is larger than 2^23 by
-    const __m512i half = _mm512_set1_epi32(0x408080);
+    const __m512i half = _mm512_set1_epi8((char)0x80), half_third = _mm512_set1_epi8(0x40);
     const __m512i by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    __m512i v[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        const __m512i n = bits<__m512i>(load(floats + j * W) * factor + whole);
-        v[j] = _mm512_shuffle_epi8(_mm512_sub_epi8(n, half), by_digit);
-    }
-    const __m512i low = _mm512_unpacklo_epi32(v[0], v[1]), low2 = _mm512_unpacklo_epi32(v[2], v[3]);
-    _mm512_store_si512(out, _mm512_unpacklo_epi64(low, low2));
-    _mm512_store_si512(out + 64, _mm512_unpackhi_epi64(low, low2));
-    if (DIGITS == 2) return;
-    const __m512i high = _mm512_unpackhi_epi32(v[0], v[1]), high2 = _mm512_unpackhi_epi32(v[2], v[3]);
-    _mm512_store_si512(out + 128, _mm512_unpacklo_epi64(high, high2));
-}
-
-// Of ROWS rows: `folded` = x * scale, the dots of x and the offset, and the largest absolute values of what is folded.
-template <int ROWS, bool PEAKS>
-static void fold_rows(const float* x, int64_t stride, const float* scale, const float* offset, int64_t length, float* folded,
-                      float* dots, float* peaks) {
-    vf peak[ROWS] = {}, dot[ROWS] = {};
-    for (int64_t d = 0; d < length; d += W) {
-        const vf s = load(scale + d), o = load(offset + d);
+    const uint16_t *scale = scales.scale, *offset = scales.offset;
+    vf dot[ROWS] = {};
+    for (int64_t c = 0; c < length; c += CHUNK, out += chunk_bytes) {
+        vf s[4], o[4];
+#pragma GCC unroll 2
+        for (int j = 0; j < 4; j += 2, scale += scales.stride, offset += scales.stride) {
+            s[j] = load_halves(scale), s[j + 1] = load_halves(scale + W);
+            o[j] = load_halves(offset), o[j + 1] = load_halves(offset + W);
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
-            const vf v = load(x + r * stride + d), product = v * s;
-            dot[r] += v * o;
-            // the larger of two absolute values
-            if (PEAKS) peak[r] = _mm512_range_ps(peak[r], product, 0b1011);
-            store(folded + r * length + d, product);
+            int8_t* digits = out + r * DIGITS * CHUNK;
+            __m512i v[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const vf y = load(x + r * stride + c + j * W);
+                dot[r] += y * o[j];
+                v[j] = _mm512_shuffle_epi8(bits<__m512i>(y * s[j] + whole), by_digit);
+            }
+            const __m512i low = _mm512_unpacklo_epi32(v[0], v[1]), low2 = _mm512_unpacklo_epi32(v[2], v[3]);
+            _mm512_store_si512(digits, _mm512_sub_epi8(_mm512_unpacklo_epi64(low, low2), half));
+            _mm512_store_si512(digits + CHUNK, _mm512_sub_epi8(_mm512_unpackhi_epi64(low, low2), half));
+            if (DIGITS == 2) continue;
+            const __m512i high = _mm512_unpackhi_epi32(v[0], v[1]), high2 = _mm512_unpackhi_epi32(v[2], v[3]);
+            _mm512_store_si512(digits + 2 * CHUNK, _mm512_sub_epi8(_mm512_unpacklo_epi64(high, high2), half_third));
         }
     }
     store_sums(dots, dot[0], dot[ROWS > 1 ? 1 : 0], dot[ROWS > 2 ? 2 : 0], dot[ROWS > 3 ? 3 : 0]);
-    if (!PEAKS) return;
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) peaks[r] = largest(peak[r]);
+}
+
+// The larger ones of float16 scales, which are positive, and what is there.
+static void raise_halves(const uint16_t* scale, int64_t count, uint16_t* most) {
+    for (int64_t i = 0; i < count; i += 32) {
+        const __mmask32 some = count - i < 32 ? (1u << (count - i)) - 1 : ~0u;
+        const __m512i x = _mm512_maskz_loadu_epi16(some, scale + i);
+        _mm512_store_si512(most + i, _mm512_max_epu16(x, _mm512_load_si512(most + i)));
+    }
 }
 
 // How the bytes of four groups of 32 become two vectors whose 32-bit lanes hold an element of each of the four.
@@ -134,6 +148,14 @@ template <int BITS> struct Spread {
     }
 };
 
+// _mm512_dpbusd_epi32, spelt so that GCC 12 keeps 24 sums in registers: with the intrinsic it stores each of them every time
+INLINE void add_products(__m512i& sums, __m512i codes, __m512i bytes) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(bytes));
+}
+
+// bytes of four groups, of one plane where there are two
+constexpr int64_t four_bytes(int bits) { return 4 * GROUP * (bits == HALVES || bits == UPPER ? 4 : bits) / 8; }
+
 // What is multiplied: in each of `blocks`, `fours` times four groups, one after the other. The codes that lie `ahead` bytes
 // further are asked for meanwhile. Of hierarchical codes these are the upper halves; the lower ones are `plane` bytes further.
 struct Operand {
@@ -141,25 +163,20 @@ struct Operand {
     int64_t block_stride, blocks, fours, ahead, plane;
 };
 
-// _mm512_dpbusd_epi32, spelt so that GCC 12 keeps 24 sums in registers: with the intrinsic it stores each of them every time
-INLINE void add_products(__m512i& sums, __m512i codes, __m512i bytes) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(bytes));
-}
-
-// Sums over all groups of the rows' bytes times the groups' codes, as floats: ROWS rows of a group's 32 elements.
+// Sums over all groups of the rows' bytes times the groups' codes: of each row and digit a group's 32 elements.
 // `digits` has DIGITS rows of 64 bytes for each row and each chunk; a chunk is `chunk_bytes`.
 template <int BITS, int DIGITS, int ROWS>
-static void multiply(const Operand& operand, const int8_t* digits, int64_t chunk_bytes, float* sums) {
+static void multiply(const Operand& operand, const int8_t* digits, int64_t chunk_bytes, int32_t* sums) {
     alignas(64) static constexpr Spread<BITS> spread;
-    constexpr int64_t FOUR = 4 * GROUP * (BITS == HALVES || BITS == UPPER ? 4 : BITS) / 8;
+    constexpr int64_t FOUR = four_bytes(BITS);
     __m512i acc[ROWS * DIGITS][2] = {};
     int64_t q = 0;
     for (int64_t b = 0; b < operand.blocks; b++) {
         const uint8_t* p = operand.codes + b * operand.block_stride;
         for (int64_t i = 0; i < operand.fours; i++, q++, p += FOUR) {
-            const int8_t* four = digits + q / 16 * chunk_bytes + (q % 4 * 4 + q % 16 / 4) * 4;
-            __builtin_prefetch(p + operand.ahead);
-            if (BITS == HALVES) __builtin_prefetch(p + operand.plane + operand.ahead);
+            const int8_t* four = digits + q / 16 * chunk_bytes + place_of(q % 16) * 4;
+            __builtin_prefetch(p + operand.ahead, 0, 2);
+            if (BITS == HALVES) __builtin_prefetch(p + operand.plane + operand.ahead, 0, 2);
             __m512i elements, further;
             Spread<BITS>::groups(spread, p, operand.plane, elements, further);
 #pragma GCC unroll 12
@@ -170,25 +187,17 @@ static void multiply(const Operand& operand, const int8_t* digits, int64_t chunk
             }
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            __m512 x = _mm512_cvtepi32_ps(acc[r * DIGITS + DIGITS - 1][half]);
-#pragma GCC unroll 2
-            for (int d = DIGITS - 2; d >= 0; d--) {
-                x = _mm512_fmadd_ps(x, _mm512_set1_ps(256), _mm512_cvtepi32_ps(acc[r * DIGITS + d][half]));
-            }
-            if (half == 1) x = _mm512_mul_ps(x, _mm512_set1_ps(1.f / Spread<BITS>::FURTHER));
-            _mm512_store_ps(sums + r * GROUP + half * 16, x);
-        }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS * DIGITS; r++) {
+        _mm512_store_si512(sums + r * GROUP, acc[r][0]);
+        _mm512_store_si512(sums + r * GROUP + 16, acc[r][1]);
     }
 }
 
 template <int BITS, int DIGITS>
-static void multiply_rows(const Operand& operand, const int8_t* digits, int64_t chunk_bytes, float* sums, int64_t rows) {
+static void multiply_rows(const Operand& operand, const int8_t* digits, int64_t chunk_bytes, int32_t* sums, int64_t rows) {
     int64_t r = 0;
-#define ROWS(N) multiply<BITS, DIGITS, N>(operand, digits + r * DIGITS * 64, chunk_bytes, sums + r * GROUP)
+#define ROWS(N) multiply<BITS, DIGITS, N>(operand, digits + r * DIGITS * CHUNK, chunk_bytes, sums + r * DIGITS * GROUP)
     for (; r + SUMMED <= rows; r += SUMMED) ROWS(4);
     switch (rows - r) {
         case 3: ROWS(3); break;
@@ -198,7 +207,7 @@ static void multiply_rows(const Operand& operand, const int8_t* digits, int64_t 
 #undef ROWS
 }
 
-typedef void (*Multiply)(const Operand&, const int8_t*, int64_t, float*, int64_t);
+typedef void (*Multiply)(const Operand&, const int8_t*, int64_t, int32_t*, int64_t);
 template <int DIGITS> static Multiply multiply_for(const Format& f) {
     switch (layout(f)) {
         case 2: return multiply_rows<2, DIGITS>;

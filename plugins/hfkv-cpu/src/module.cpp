@@ -8,6 +8,12 @@
 #include <string>
 #include <vector>
 
+#if defined(HFKV_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "args.h"
 #include "parallel.h"
 
@@ -19,8 +25,21 @@ extern const Kernels kernels_portable;
 #if defined(HFKV_X86)
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_vnni;
 #endif
+#if defined(HFKV_AMX)
+extern const Kernels kernels_avx512_amx;
+#endif
 
 namespace {
+
+#if defined(HFKV_AMX)
+// whether the processor has tiles of bytes, and Linux gives them to this process (XFEATURE_XTILEDATA)
+bool has_tiles() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
 
 // best first
 std::vector<const Kernels*> usable_kernels() {
@@ -31,6 +50,9 @@ std::vector<const Kernels*> usable_kernels() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+#if defined(HFKV_AMX)
+    if (vnni && has_tiles()) usable.push_back(&kernels_avx512_amx);
+#endif
     if (vnni) usable.push_back(&kernels_avx512_vnni);
     if (avx512) usable.push_back(&kernels_avx512);
     if (avx2) usable.push_back(&kernels_avx2);

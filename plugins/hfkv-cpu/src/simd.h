@@ -197,6 +197,16 @@ INLINE vf load_bfloats(const uint16_t* p) {
 #endif
 }
 
+// float16 and bfloat16 numbers, which are loaded as floats
+struct Half {
+    uint16_t bits;
+};
+struct Bfloat {
+    uint16_t bits;
+};
+INLINE vf load(const Half* p) { return load_halves(&p->bits); }
+INLINE vf load(const Bfloat* p) { return load_bfloats(&p->bits); }
+
 INLINE int64_t type_size(Type type) { return type == Type::float32 ? 4 : type == Type::boolean ? 1 : 2; }
 
 // n numbers as floats, times a factor; zeros up to `padded`
