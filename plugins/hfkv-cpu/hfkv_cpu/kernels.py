@@ -30,7 +30,8 @@ class CpuKernels:
     Parameters
     ----------
     isa
-        ``"avx512_vnni"``, ``"avx512"``, ``"avx2"`` or ``"portable"``; None is the best that this processor has.
+        ``"avx512_amx"``, ``"avx512_vnni"``, ``"avx512"``, ``"avx2"`` or ``"portable"``; None is the best that this
+        processor has.
 
     Raises
     ------

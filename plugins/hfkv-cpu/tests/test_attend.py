@@ -81,6 +81,23 @@ def test_chunk_queries(isa, dtype, nbits, queries):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 8, 10, 11, 16, 17, 22, 43, 64, 65])
+def test_rows_of_a_unit(isa, dtype, rows):
+    """Rows share tiles, some of which are not full; and steps of four blocks leave a half chunk of values."""
+    view = make_view(kv_heads=1, head_dim=96, blocks=7, exact=rows + 3, dtype=dtype)
+    check(view, torch.randn(1, 1, rows, 96).to(dtype), causal=True, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_scales_that_differ_among_blocks(isa):
+    """A query becomes integers by the largest scales of several blocks: the others keep float32's precision."""
+    view = make_view(head_dim=64, blocks=8)
+    view.keys.scale.mul_(torch.linspace(0.02, 1, 8).view(1, 1, 8, 1))
+    check(view, torch.randn(1, 8, 1, 64), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_a_chunk_whose_last_rows_are_few(isa):
     """Rows are shared out evenly, 64 at most: here the last part has one, and room for 64."""
     view = make_view(kv_heads=1, head_dim=64, blocks=2, exact=5)
