@@ -337,8 +337,9 @@ struct Unit {
     void packed_steps(int64_t begin, int64_t end) {
 #if defined(__AVX512VNNI__)
         if (room.integers) {
-            // what is rounded to 8 bits in the end needs no more than 16
-            a.query.type == Type::bfloat16 ? integer_steps<2>(*this, begin, end) : integer_steps<3>(*this, begin, end);
+            // what is rounded to 8 bits in the end needs little more than 16; of many rows some meet a rounding's edge
+            const bool narrow = a.query.type == Type::bfloat16 && a.unit_rows <= FOLD_ROWS;
+            narrow ? integer_steps<2>(*this, begin, end) : integer_steps<3>(*this, begin, end);
             return;
         }
 #endif
