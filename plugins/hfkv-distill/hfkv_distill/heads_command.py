@@ -137,9 +137,10 @@ def _run(
         found = judge(model, out, options.kind, prompts, NEW_TOKENS)
     for each in found:
         rate = "" if each.acceptance_rate is None else f", {each.acceptance_rate:.1%} of the examined tokens accepted"
+        name = each.assistant if each.branches is None else f"{each.assistant}, tree {each.branches}"
         console.print(
-            f"{each.assistant}: {each.tokens_per_verification:.3f} tokens per forward{rate}; the text of plain greedy "
-            f"decoding for {each.identical} of {each.prompts} prompts",
+            f"{name}: {each.tokens_per_verification:.3f} tokens per forward{rate}; the text of plain greedy decoding "
+            f"for {each.identical} of {each.prompts} prompts",
             markup=False,
             soft_wrap=True,
         )

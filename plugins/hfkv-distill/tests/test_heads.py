@@ -256,7 +256,9 @@ def test_the_command_trains_saves_and_judges(model_of_bytes, tmp_path):
     assert config["num_heads"] == 2
     assert config["draft_vocab_size"] == told["draft_vocab_size"] == -(-config["vocab_size"] // 4)
     known = registry.manager().specs(AssistantSpec)
-    assert [each["assistant"] for each in told["judged"]] == [name for name in ("medusa", "lookup") if name in known]
+    expected = [("medusa", None), ("medusa", [4, 3]), ("lookup", None)]
+    found = [(each["assistant"], each["branches"]) for each in told["judged"]]
+    assert found == [each for each in expected if each[0] in known]
     assert all(each["identical"] == each["prompts"] == 8 for each in told["judged"])
     refused = CliRunner().invoke(app, ["distill-heads", str(model_of_bytes), str(out)])
     assert refused.exit_code == 2
