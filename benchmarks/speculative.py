@@ -177,6 +177,18 @@ def row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def acceptance(stats: Any) -> dict[str, Any]:
+    """The columns of drafts of four tokens."""
+    low, high = stats.acceptance_interval or (0.0, 0.0)
+    rate = stats.acceptance_rate or 0.0
+    return {
+        "accepted": round(100 * rate, 1),
+        "interval": f"{100 * low:.1f} to {100 * high:.1f}",
+        "examined": stats.examined,
+        "expected": round(expected_tokens(rate, 4), 2),
+    }
+
+
 ASSISTANTS = ("lookup", "model", "self-kv", "self-weights", "early-exit")
 COLUMNS = {
     "what": "Draft",
@@ -238,14 +250,7 @@ def drafts(case: Case) -> Iterator[dict[str, Any]]:
         if case.wanted(name):
             assisted = hfkv.assistant(assistant, case.model, **options, **always)
             stats = hfkv.stats(case.generate({"input_ids": torch.cat(prompts)}, **assisted))
-            low, high = stats.acceptance_interval or (0.0, 0.0)
-            yield {
-                "what": name,
-                "accepted": round(100 * (stats.acceptance_rate or 0.0), 1),
-                "interval": f"{100 * low:.1f} to {100 * high:.1f}",
-                "examined": stats.examined,
-                "expected": round(expected_tokens(stats.acceptance_rate or 0.0, 4), 2),
-            }
+            yield {"what": name, **acceptance(stats)}
 
 
 HALVES = {"cache_implementation": "kivi", "cache_config": {"nbits": 8, "hierarchical": True}}
@@ -274,13 +279,9 @@ def halves(case: Case) -> Iterator[dict[str, Any]]:
             # the copy is gone by now: it holds what such a cache holds
             stored += generate(cache_implementation="kivi", cache_config=config)[1]
         stats = hfkv.stats(output)
-        low, high = stats.acceptance_interval or (0.0, 0.0)
         yield {
             "what": name,
-            "accepted": round(100 * (stats.acceptance_rate or 0.0), 1),
-            "interval": f"{100 * low:.1f} to {100 * high:.1f}",
-            "examined": stats.examined,
-            "expected": round(expected_tokens(stats.acceptance_rate or 0.0, 4), 2),
+            **acceptance(stats),
             "stored": stored - alone,
             "same": round(100 * float((output.sequences == plain.sequences).float().mean()), 1),
         }
