@@ -28,10 +28,12 @@ def processor() -> str:
 def machine_line() -> str:
     """What the figures below it depend on."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return (
-        f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {load:.1f}; torch "
-        f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    )
+    return f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {load:.1f}; {software()}"
+
+
+def software() -> str:
+    """What figures depend on that are no times."""
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:

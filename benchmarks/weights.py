@@ -4,34 +4,44 @@
     HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 python benchmarks/weights.py --model gemma3-270m --json
     HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 python benchmarks/weights.py --weights rtn-nf4 --weights awq-int3:group_size=64
 
-Quality: the model in float32, one forward over a given text (teacher-forced), against the model as it is. Each
-quantized model is then saved in bfloat16. Speed: those are loaded, compared with what was saved, and saved again; and
-one token is computed with no context, all in turns, with the head as it is. ``--folder`` keeps all that, so that
-``--part speed`` can be another process and wait for a quiet machine.
+Three parts, each in a process of its own. ``quality``: the model in float32, one forward over a given text
+(teacher-forced), against the model as it is; each quantized model is then saved in bfloat16, in shards that are moved.
+``trip``: those are loaded, and compared with what was saved. ``speed``: they are loaded and saved again, and one token
+is computed with no context, all in turns, with the head as it is.
+
+A long table is made in pieces: ``--folder`` keeps the quantized models, ``--part`` measures one part of them, and
+``--save`` puts what was found into a table that is there, in place of the same columns of the same rows::
+
+    python benchmarks/weights.py --folder work --save table.json --part quality --weights rtn-nf4 --weights hqq-int4
+    python benchmarks/weights.py --folder work --save table.json --part trip --weights rtn-nf4 --weights hqq-int4
+    python benchmarks/weights.py --folder work --save table.json --part speed      # of every setting, when it is quiet
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from timing import in_turns, machine_line
+from parts import PartTable, Run
+from timing import in_turns, machine_line, processor, software
 from transformers import AutoModelForCausalLM
 
 import hfkv
+from hfkv import kernels
 from hfkv.cli.models import load_model
 from hfkv.cli.prompts import long_text
 from hfkv.cli.weights import parse_weights
-from hfkv.weights import QuantizedLinear
+from hfkv.weights import Grid, QuantizedLinear
 
 WEIGHTS = [
     "rtn-int8:granularity=tensor",
@@ -77,7 +87,6 @@ COLUMNS = {
     "trip": "Round trip",
 }
 
-
 ABOUT = (
     "{name}, its output head left as it is. Quality: in float32, one forward over {tokens} tokens of CPython's help "
     "text from token {start:,} (teacher-forced). Error is |W - W'| / |W| of a matrix, its mean and the worst of all "
@@ -85,7 +94,7 @@ ABOUT = (
     "next-token distribution, in nats; top 1 is how often the likeliest token is the same. awq was calibrated on 4,096 "
     "tokens of the second half of that text. Speed: one token with no context in bfloat16, as a ratio of medians of "
     "calls in turns. Load and save: once each, on the local disk. Round trip is a logit's largest difference after "
-    "saving in shards of 30 MB, moving the folder and loading it, in another process. On {machine}."
+    "saving in shards of 30 MB, moving the folder and loading it, in another process (-: not measured). {machines}"
 )
 MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3-270m": "Gemma-3-270M"}
 
@@ -103,49 +112,47 @@ def log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, use_cache=False).logits[0].float().log_softmax(-1)
 
 
-def relative_errors(plain: Any, model: Any) -> dict[str, float]:
+def relative_errors(plain: Any, model: Any) -> Iterator[float]:
     """``|W - W'| / |W|`` of each quantized matrix."""
-    found = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             weight = plain.get_submodule(name).weight.detach()
-            found[name] = ((module.decode(torch.float32) - weight).norm() / weight.norm()).item()
-    return found
+            yield ((module.decode(torch.float32) - weight).norm() / weight.norm()).item()
 
 
-def measure_quality(arguments: argparse.Namespace, folder: Path) -> None:
-    """Quantize, measure and save every setting that the folder does not have."""
+Found = Iterator[tuple[str, dict[str, Any]]]
+
+
+def quality(arguments: argparse.Namespace) -> Found:
+    """Quantize, measure and save."""
     plain, tokenizer = load_model(arguments.model)
     ids = text_ids(tokenizer, arguments.tokens)
     expected = log_probabilities(plain, ids)
-    record(folder / "plain", {"perplexity": perplexity(expected, ids), "tokens": arguments.tokens})
+    yield "float32", {"bits": 32, "perplexity": perplexity(expected, ids)}
+    yield "bfloat16", {"bits": 16}
     for text in arguments.weights:
-        place = folder / text.replace(":", "_")
-        if (place / "quality.json").exists():
-            continue
         setting = parse_weights(text)
         if setting.backend == "awq":
             setting.options["calibration_text"] = long_text()[len(long_text()) // 2 :]
-        start = time.perf_counter()
         model = hfkv.quantize_weights(load_model(arguments.model)[0], setting.config(tokenizer))
-        seconds = time.perf_counter() - start
         actual = log_probabilities(model, ids)
         # awq scales the matrices before it rounds them: they are not those of the plain model
-        errors = {} if setting.backend == "awq" else relative_errors(plain, model)
+        errors = [] if setting.backend == "awq" else list(relative_errors(plain, model))
         found = {
             "bits": hfkv.describe(model).bits_per_weight,
-            "error": sum(errors.values()) / len(errors) if errors else None,
-            "worst": max(errors.values(), default=None),
-            "worst_matrix": max(errors, key=lambda name: errors[name], default=None),
+            "error": sum(errors) / len(errors) if errors else None,
+            "worst": max(errors, default=None),
             "perplexity": perplexity(actual, ids),
             "top1": 100 * (expected.argmax(-1) == actual.argmax(-1)).float().mean().item(),
             "kl": (expected.exp() * (expected - actual)).sum(-1).mean().item(),
-            "quantizing": seconds,
         }
-        keep(model.to(torch.bfloat16), ids, place)
-        record(place, found)
-        # stdout is the table's
-        print(text, json.dumps(found), file=sys.stderr, flush=True)
+        keep(model.to(torch.bfloat16), ids, place(arguments, text))
+        yield text, found
+
+
+def place(arguments: argparse.Namespace, text: str) -> Path:
+    """Where a quantized model is."""
+    return arguments.folder / text.replace(":", "_")
 
 
 @torch.no_grad()
@@ -155,23 +162,27 @@ def some_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def keep(model: Any, ids: torch.Tensor, place: Path) -> None:
+def keep(model: Any, ids: torch.Tensor, folder: Path) -> None:
     """Save a model in shards, move them, and write down what it computes."""
-    shutil.rmtree(place, ignore_errors=True)
-    model.save_pretrained(place / "saved", max_shard_size="30MB")
-    (place / "saved").rename(place / "moved")
-    torch.save({"ids": ids[:, :24], "logits": some_logits(model, ids)}, place / "logits.pt")
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder / "saved", max_shard_size="30MB")
+    (folder / "saved").rename(folder / "moved")
+    torch.save({"ids": ids[:, :24], "logits": some_logits(model, ids)}, folder / "logits.pt")
+
+
+def trip(arguments: argparse.Namespace) -> Found:
+    """Load what was saved and moved, and compare what it computes."""
+    for text in arguments.weights:
+        model = AutoModelForCausalLM.from_pretrained(place(arguments, text) / "moved")
+        before = torch.load(place(arguments, text) / "logits.pt")
+        # as it was saved: rotary frequencies, which no file holds, were in bfloat16 too
+        model.to(torch.bfloat16)
+        yield text, {"trip": (some_logits(model, before["ids"]) - before["logits"]).abs().max().item()}
 
 
 def perplexity(predicted: torch.Tensor, ids: torch.Tensor) -> float:
     """Of the text that the log-probabilities ``[tokens, vocabulary]`` were predicted for."""
     return predicted[:-1].gather(1, ids[0, 1:, None]).mean().neg().exp().item()
-
-
-def record(place: Path, found: dict[str, Any], name: str = "quality.json") -> None:
-    """Write what was measured."""
-    place.mkdir(parents=True, exist_ok=True)
-    (place / name).write_text(json.dumps(found))
 
 
 def decoder(model: Any) -> Any:
@@ -185,68 +196,89 @@ def decoder(model: Any) -> Any:
     return run
 
 
-def measure_speed(arguments: argparse.Namespace, folder: Path) -> None:
-    """Load, save and time what is in the folder."""
+def speed(arguments: argparse.Namespace) -> Found:
+    """Load and save what was saved, and time it beside the plain model."""
     models = {name: load_model(arguments.model, dtype)[0] for name, dtype in PLAIN.items()}
     calls = {name: decoder(model) for name, model in models.items()}
+    files: dict[str, dict[str, float]] = {}
     for text in arguments.weights:
-        place = folder / text.replace(":", "_")
         start = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(place / "moved")
+        model = AutoModelForCausalLM.from_pretrained(place(arguments, text) / "moved")
         loaded = time.perf_counter()
-        model.save_pretrained(place / "again")
-        saved = time.perf_counter()
-        shutil.rmtree(place / "again")
-        before = torch.load(place / "logits.pt")
-        # as it was saved: rotary frequencies, which no file holds, were in bfloat16 too
+        model.save_pretrained(place(arguments, text) / "again")
+        files[text] = {"load": loaded - start, "save": time.perf_counter() - loaded}
+        shutil.rmtree(place(arguments, text) / "again")
         model.to(torch.bfloat16)
-        trip = (some_logits(model, before["ids"]) - before["logits"]).abs().max().item()
-        record(place, {"load": loaded - start, "save": saved - loaded, "trip": trip}, "files.json")
         # one copy in memory of what is the same in all
         model.set_input_embeddings(models["bfloat16"].get_input_embeddings())
         model.set_output_embeddings(models["bfloat16"].get_output_embeddings())
         calls[text] = decoder(model)
     seconds = in_turns(calls, arguments.repeats)
-    record(folder, {"machine": machine_line(), "seconds": seconds}, "speed.json")
+    for name in calls:
+        rates = {plain: round(seconds[plain] / seconds[name], 2) for plain in PLAIN}
+        yield name, {**rates, **files.get(name, {})}
 
 
-def table(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The figures as the documentation keeps them."""
-    speed = json.loads((folder / "speed.json").read_text())
-    plain = json.loads((folder / "plain" / "quality.json").read_text())
-    seconds = speed["seconds"]
-    unknown = dict.fromkeys(COLUMNS, "-")
-    of_plain = {"float32": {"bits": 32, "perplexity": digits(plain["perplexity"])}, "bfloat16": {"bits": 16}}
-    rows = [{**unknown, "weights": name, **found, **rates(seconds, name)} for name, found in of_plain.items()]
-    for text in arguments.weights:
-        place = folder / text.replace(":", "_")
-        found = {name: json.loads((place / f"{name}.json").read_text()) for name in ("quality", "files")}
-        measured = {name: digits(value) for part in found.values() for name, value in part.items() if name in COLUMNS}
-        rows.append({**measured, "weights": f"`{text}`", **rates(seconds, text)})
+PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {"quality": quality, "trip": trip, "speed": speed}
+
+
+def run_of(part: str, arguments: argparse.Namespace) -> Run:
+    """What the figures of a part depend on."""
+    versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    if part == "speed":
+        grid = Grid(4, 128)
+        product = kernels.select(kernels.Request("matmul", "cpu", torch.bfloat16, grid=grid)).name
+        options = {"repeats": arguments.repeats, "OMP_NUM_THREADS": torch.get_num_threads()}
+        return Run(part, f"{machine_line()}, kernels {product!r}", versions, options)
+    options = {"tokens": arguments.tokens} if part == "quality" else {}
+    return Run(part, f"{processor()}; {software()}", versions, options)
+
+
+def measure(part: str, arguments: argparse.Namespace, table: PartTable) -> None:
+    """Measure a part, and save the table after each row."""
+    missing = [
+        text for text in arguments.weights if part != "quality" and not (place(arguments, text) / "moved").exists()
+    ]
+    if missing:
+        raise ValueError(f"{arguments.folder} has no {missing[0]}. Fix: first --part quality --weights {missing[0]}")
+    run = run_of(part, arguments)
+    table.check(run, [*PLAIN, *map(row_name, arguments.weights)])
+    for name, found in PARTS[part](arguments):
+        table.put(run, row_name(name), {column: digits(value) for column, value in found.items()})
+        save(table, arguments)
+        # stdout is the table's
+        print(part, name, json.dumps(found), file=sys.stderr, flush=True)
+
+
+def row_name(name: str) -> str:
+    """How the table names a setting."""
+    return name if name in PLAIN else f"`{name}`"
+
+
+def save(table: PartTable, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Write the table as the documentation keeps it."""
     name = MODELS.get(arguments.model, arguments.model)
-    command = f"HF_HUB_OFFLINE=1 OMP_NUM_THREADS={torch.get_num_threads()} python benchmarks/weights.py"
-    command += f" --model {arguments.model} --tokens {arguments.tokens} --repeats {arguments.repeats} --json"
-    if arguments.weights != WEIGHTS:
-        command += "".join(f" --weights {text}" for text in arguments.weights)
-    return {
-        "title": f"Quantized weights of {name}",
-        "plugins": sorted({parse_weights(text).backend for text in arguments.weights}),
-        "about": ABOUT.format(name=name, tokens=plain["tokens"], start=START, machine=speed["machine"]),
-        "command": command,
-        "versions": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
-        "columns": COLUMNS,
-        "rows": rows,
-    }
+    settings = [row.strip("`") for row in table.names if row not in PLAIN]
+    tokens = table.options("quality").get("tokens", arguments.tokens)
+    return table.save(
+        title=f"Quantized weights of {name}",
+        plugins=sorted({parse_weights(text).backend for text in settings}),
+        about=ABOUT.format(name=name, tokens=tokens, start=START, machines=table.machines()),
+        command=command(arguments, settings, {**table.options("quality"), **table.options("speed")}),
+    )
 
 
-def rates(seconds: dict[str, float], name: str) -> dict[str, float]:
-    """How many times as many tokens in a second as the model as it is."""
-    return {plain: round(seconds[plain] / seconds[name], 2) for plain in PLAIN}
+def command(arguments: argparse.Namespace, settings: Sequence[str], options: dict[str, Any]) -> str:
+    """What measures the whole table at once."""
+    threads = options.pop("OMP_NUM_THREADS", torch.get_num_threads())
+    result = f"HF_HUB_OFFLINE=1 OMP_NUM_THREADS={threads} python benchmarks/weights.py --model {arguments.model}"
+    result += "".join(f" --{name} {value}" for name, value in options.items())
+    return result + ("" if list(settings) == WEIGHTS else "".join(f" --weights {text}" for text in settings))
 
 
 def digits(value: Any) -> Any:
     """Four that count."""
-    return "-" if value is None else float(f"{value:.4g}")
+    return value if isinstance(value, int) else "-" if value is None else float(f"{value:.4g}")
 
 
 def show(found: dict[str, Any]) -> None:
@@ -259,34 +291,47 @@ def show(found: dict[str, Any]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def main() -> None:
-    """Measure, and print the table or its JSON."""
+def parsed(given: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--weights", action="append", metavar="NAME-TYPE:OPTION=VALUE,...", help="repeatable")
     parser.add_argument("--tokens", type=int, default=512, help="of the text")
     parser.add_argument("--repeats", type=int, default=11, help="timings of each setting")
-    parser.add_argument("--folder", type=Path, help="for what is quantized and measured; by default it is not kept")
-    parser.add_argument("--part", choices=("quality", "speed", "table"), help="one part, with --folder; by default all")
-    parser.add_argument("--json", action="store_true", help="the table as docs/benchmarks has it")
-    arguments = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="for the quantized models; by default they are not kept")
+    parser.add_argument("--part", choices=tuple(PARTS), help="one part, with --folder; by default all")
+    parser.add_argument("--save", type=Path, help="write what is found into the table in this file")
+    parser.add_argument("--json", action="store_true", help="print the table as docs/benchmarks has it")
+    arguments = parser.parse_args(given)
     if arguments.part and arguments.folder is None:
         parser.error("--part works on what is in a folder: add --folder")
     arguments.weights = arguments.weights or WEIGHTS
+    for text in arguments.weights:
+        parse_weights(text)
+    return arguments
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure, and print the table or its JSON."""
+    arguments = parsed(given)
     transformers.logging.disable_progress_bar()
-    with contextlib.ExitStack() as stack:
-        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        if arguments.part in (None, "quality"):
-            measure_quality(arguments, folder)
-        if arguments.part in (None, "speed"):
-            measure_speed(arguments, folder)
-        if arguments.part in (None, "table"):
-            found = table(arguments, folder)
-            if arguments.json:
-                print(json.dumps(found, indent=2, ensure_ascii=False))
-            else:
-                show(found)
+    with tempfile.TemporaryDirectory() as temporary:
+        arguments.folder = arguments.folder or Path(temporary)
+        arguments.save = arguments.save or Path(temporary, "table.json")
+        table = PartTable(arguments.save, "weights", COLUMNS, [*PLAIN, *map(row_name, WEIGHTS)])
+        if arguments.part:
+            measure(arguments.part, arguments, table)
+            found = save(table, arguments)
+        else:
+            again = ["--folder", str(arguments.folder), "--save", str(arguments.save)]
+            for part in PARTS:
+                words = [*(sys.argv[1:] if given is None else given), *again, "--part", part]
+                subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.DEVNULL)
+            found = json.loads(arguments.save.read_text(encoding="utf-8"))
+    if arguments.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        show(found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ A file holds one table::
     }
 
 ``plugins`` says on whose pages the table is shown too. ``columns`` gives the keys of a row in order, with their heads.
-A table may have a picture beside it: ``"figure": {"file": "axes.svg", "description": "what it shows"}``.
+A table may have a picture beside it: ``"figure": {"file": "axes.svg", "description": "what it shows"}``. One that is
+measured in parts keeps its ``runs`` (``benchmarks/parts.py``), which are not shown.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ STUDIES = Path(__file__).resolve().parents[1] / "studies"
 # a table of more rows is folded
 LONG = 40
 KEYS = frozenset({"title", "plugins", "about", "command", "versions", "columns", "rows"})
+OPTIONAL = frozenset({"figure", "runs"})
 
 
 def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
@@ -42,10 +44,10 @@ def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("*.json")):
         figure = json.loads(path.read_text(encoding="utf-8"))
-        if set(figure) - {"figure"} != KEYS:
+        if set(figure) - OPTIONAL != KEYS:
             raise ValueError(
-                f"{path.name}: the keys must be {', '.join(sorted(KEYS))}, and figure may be one; "
-                f"got {', '.join(sorted(figure))}"
+                f"{path.name}: the keys must be {', '.join(sorted(KEYS))}, and {' and '.join(sorted(OPTIONAL))} may be "
+                f"others; got {', '.join(sorted(figure))}"
             )
         if "figure" in figure and not (folder / figure["figure"]["file"]).is_file():
             raise ValueError(f"{path.name}: there is no file {figure['figure']['file']} beside it")
