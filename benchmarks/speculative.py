@@ -7,6 +7,11 @@
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py wrong         # a draft model of random weights
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py limits        # long contexts, and weights in 4 bits
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py identity --dtype float32    # every assistant on every cache
+    HF_HUB_OFFLINE=1 python benchmarks/speculative.py heads --heads FOLDER        # trained heads, on free text
+
+``benchmarks/questions.txt`` are prompts that heads may learn from; none of those that are measured here is among them:
+
+    hfkv distill-heads smollm2 FOLDER --kind eagle --prompts benchmarks/questions.txt --minutes 20
 
 Times are medians of turns: plain decoding and the assistant after one another in the same run. The text that both
 give is compared; in bfloat16 two tokens that are equally likely can change places. ``--only`` and ``--prompts`` make
@@ -30,6 +35,7 @@ import transformers
 
 import hfkv
 from hfkv.cli.models import load_model
+from hfkv.heads import load_heads
 from hfkv.integration import cache_argument
 from hfkv.speculation.control import expected_tokens
 
@@ -88,6 +94,8 @@ class Case:
         self.turns = options.turns
         self.only = options.only
         self.prompts = options.prompts
+        # of the kind that the folder holds
+        self.heads = None if options.heads is None else load_heads(options.heads, self.model)
 
     def chat(self, text: str) -> dict[str, Any]:
         """The inputs of one question."""
@@ -129,6 +137,8 @@ class Case:
             # weights of its own: they differ from the model's by what int4 loses
             draft, _ = load_model(self.options.model, self.options.dtype)
             options["assistant_model"] = hfkv.quantize_weights(draft.eval(), hfkv.WeightConfig("rtn", nbits=4))
+        elif self.heads is not None and name == self.heads.kind:
+            options["heads"] = self.heads
         return hfkv.assistant(name, self.model, **options)
 
     def compare(
@@ -350,6 +360,20 @@ def limits(case: Case) -> Iterator[dict[str, Any]]:
             yield {key: found[key] for key in ("what", "accepted", "examined", "per_forward", "draft_share", "speedup")}
 
 
+def heads(case: Case) -> Iterator[dict[str, Any]]:
+    """Trained heads on prompts whose answers cannot be copied: chains as long as they pay, and trees."""
+    if case.heads is None:
+        raise SystemExit("heads needs --heads FOLDER, which hfkv distill-heads writes")
+    kind = case.heads.kind
+    for branches in (None, (2, 1), (3, 2, 1), (4, 3, 2, 1)):
+        name = f"{kind}, {'a chain' if branches is None else f'a tree of {branches}'}"
+        if case.wanted(name):
+            # a tree is as deep as it has branches, and is drafted whether it pays or not
+            schedule = {} if branches is None else {"num_assistant_tokens_schedule": "constant"}
+            assisted = hfkv.assistant(kind, case.model, heads=case.heads, branches=branches, **schedule)
+            yield row(name, [case.compare(case.chat(prompt), assisted) for prompt in FREE[: case.prompts]])
+
+
 def identity(case: Case) -> Iterator[dict[str, Any]]:
     """Greedy text of every assistant on every cache, against the same cache without one.
 
@@ -364,7 +388,7 @@ def identity(case: Case) -> Iterator[dict[str, Any]]:
     prompts = [{"input_ids": rows} for rows in torch.cat(each).split(case.options.rows)]
     for cache, arguments in caches.items():
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name in ASSISTANTS:
+        for name in (*ASSISTANTS, *([case.heads.kind] if case.heads is not None else [])):
             if not case.wanted(f"{name} on {cache}"):
                 continue
             plain = plain or [case.choices(prompt, **arguments) for prompt in prompts]
@@ -425,6 +449,11 @@ TITLES = {
         f"Four drafts at most, as many as pay (measured) or always (constant). The prompt was read before. {TIMED}",
     ),
     "wrong": ("A draft model of random weights", TIMED),
+    "heads": (
+        "Trained heads on free text",
+        f"The heads learned from the model's own answers to other prompts. {TIMED} A tree's numbers are how many "
+        "tokens follow each one, by depth.",
+    ),
     "identity": (
         "Greedy identity with assistants",
         "Texts after 64 tokens of prompt, with four drafts always, against the same cache without an assistant. Where "
@@ -438,6 +467,7 @@ STUDIES: dict[str, Callable[[Case], Iterator[dict[str, Any]]]] = {
     "lengths": lengths,
     "wrong": wrong,
     "limits": limits,
+    "heads": heads,
     "identity": identity,
 }
 
@@ -449,6 +479,7 @@ def save(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         names, columns = {row["what"] for row in rows}, rows[0].keys()
         old = json.loads(options.save.read_text(encoding="utf-8"))["rows"]
         rows = [row for row in old if row["what"] not in names and row.keys() == columns] + rows
+    heads = " --heads heads" if options.heads is not None else ""
     asked = "".join(
         f" --{name.replace('_', '-')} {value}"
         for name, value in vars(options).items()
@@ -458,7 +489,7 @@ def save(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         "title": f"{title} on {options.model}",
         "plugins": ["speculative"],
         "about": about,
-        "command": f"python benchmarks/speculative.py {options.study}{asked}",
+        "command": f"python benchmarks/speculative.py {options.study}{asked}{heads}",
         "versions": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
         "columns": {key: COLUMNS[key] for key in rows[0]},
         "rows": rows,
@@ -479,6 +510,7 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=int, default=DEFAULTS["rows"], help="identity: prompts that are decoded as one batch"
     )
+    parser.add_argument("--heads", type=Path, metavar="FOLDER", help="trained heads: for heads and identity")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("--save", type=Path, help="write the rows to this file, in place of those of the same names")
     options = parser.parse_args()

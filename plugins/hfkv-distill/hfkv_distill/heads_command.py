@@ -17,11 +17,12 @@ from hfkv.cli.models import DType
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .heads.sources import Source
     from .heads.training import HeadsOptions
 
-# rows of the held-out text that acceptance is simulated on while training, and that the result is judged on
-SIMULATED, JUDGED = 4, 8
-PROMPT_TOKENS, NEW_TOKENS = 64, 64
+# beginnings of the held-out text that acceptance is simulated on while training, of those that the result is judged on
+SIMULATED = 4
+NEW_TOKENS = 64
 
 
 class Kind(StrEnum):
@@ -51,6 +52,18 @@ def main(
         ),
     ] = None,
     text: arguments.SplitTextFile = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts, one a line, in place of a text: the model's own answers are what is learned.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of each answer at most; 192 by default.")
+    ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Tokens of each row of text.")] = 256,
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Rows of a step: 1 on a CPU, 8 on a GPU.")
@@ -62,7 +75,7 @@ def main(
             metavar="FOLDER", help="Store the model's hidden states there, once; else each step computes them."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the order of the text, and of the answers.")] = 0,
     dtype: Annotated[
         DType, typer.Option(metavar="DTYPE", help="Of the model; the heads are trained in float32.")
     ] = DType.FLOAT32,
@@ -76,12 +89,17 @@ def main(
         raise typer.BadParameter("--minutes was given as well. Fix: leave out one of them", param_hint="--steps")
     if num_heads is not None and kind is not Kind.MEDUSA:
         raise typer.BadParameter(f"{kind} has one head. Fix: leave it out", param_hint="--num-heads")
+    if prompts is not None and text is not None:
+        raise typer.BadParameter("--text was given as well. Fix: leave out one of them", param_hint="--prompts")
+    if answer_tokens is not None and prompts is None:
+        raise typer.BadParameter("nothing is answered. Fix: add --prompts", param_hint="--answer-tokens")
     from rich.console import Console
 
     console = Console(highlight=False, file=sys.stderr if as_json else sys.stdout)
     from hfkv.cli.console import working
 
     with working(console, "importing torch and transformers"):
+        from .heads.sources import Source
         from .heads.training import HeadsOptions
     options = HeadsOptions(
         kind=kind.value,
@@ -92,23 +110,21 @@ def main(
         seed=seed,
     )
     shape = {} if num_heads is None else {"num_heads": num_heads}
-    result = _run(console, model, out, options, shape, draft_vocab, text, tokens, states, dtype.value, device)
+    limit = {} if answer_tokens is None else {"answer_tokens": answer_tokens}
+    source = Source(text=text, prompts=prompts, tokens=tokens, seed=seed, **limit)
+    result = _run(console, model, out, options, shape, draft_vocab, source, states, dtype.value, device)
     if as_json:
         print(json.dumps(result, indent=2))
 
 
 def _run(
     console: Console, name: str, out: Path, options: HeadsOptions, shape: dict[str, int], draft_vocab: int | None,
-    file: Path | None, tokens: int, folder: Path | None, dtype: str, device: str,
+    source: Source, folder: Path | None, dtype: str, device: str,
 ) -> dict[str, Any]:  # fmt: skip
-    import torch
-
     from hfkv.cli import comparison
     from hfkv.cli.console import working
-    from hfkv.cli.prompts import long_text
     from hfkv.heads import save_heads
 
-    from .conversions.texts import pieces, split
     from .heads.acceptance import continuations
     from .heads.judging import judge
     from .heads.states import OnlineStates, States, store_states
@@ -116,9 +132,10 @@ def _run(
     from .heads.watching import watched
 
     model, tokenizer, title = comparison.load(console, name, None, dtype, device)
-    learn, held_out = split(long_text() if file is None else file.read_text(encoding="utf-8"))
-    rows = torch.cat(pieces(tokenizer, learn, None, tokens))
-    prompts = torch.cat(pieces(tokenizer, held_out, JUDGED, PROMPT_TOKENS))
+    with working(console, "reading the text") as line:
+        rows, prompts = source.read(
+            model, tokenizer, lambda done, total: line.say(f"answering the prompts, {done} of {total}")
+        )
     with working(console, "decoding the held-out prompts") as line:
         known = continuations(model, prompts[:SIMULATED], NEW_TOKENS)
         states: States = OnlineStates(model, rows)

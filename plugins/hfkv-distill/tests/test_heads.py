@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfkv import registry
 from hfkv.heads import EagleHead, MedusaHeads, load_heads, save_heads
@@ -15,6 +16,7 @@ from hfkv.heads.eagle import shift
 from hfkv.specs import AssistantSpec
 from hfkv_distill.heads import HeadsOptions, OnlineStates, StoredStates, accepted_per_verification, store_states
 from hfkv_distill.heads.acceptance import EAGLE_DRAFT, continuations
+from hfkv_distill.heads.answers import answers
 from hfkv_distill.heads.losses import DECAY, PASSES, HeadsLoss
 from hfkv_distill.heads.training import frequent_tokens, train_heads
 
@@ -239,6 +241,63 @@ def test_stored_states_of_something_else_or_damaged_are_refused(llama, tmp_path)
 def test_options_that_cannot_be_say_why(options, says):
     with pytest.raises(ValueError, match=says):
         HeadsOptions(**options)
+
+
+def test_answers_are_chats_that_end(model_of_bytes):
+    model = AutoModelForCausalLM.from_pretrained(model_of_bytes)
+    tokenizer = AutoTokenizer.from_pretrained(model_of_bytes)
+    prompts = ["One", "A longer prompt", "Three"]
+    state = torch.get_rng_state()
+    found = answers(model, tokenizer, prompts, 12, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found == answers(model, tokenizer, prompts, 12, seed=3) != answers(model, tokenizer, prompts, 12, seed=4)
+    for prompt, row in zip(prompts, found, strict=True):
+        asked = tokenizer(prompt).input_ids
+        assert row[: len(asked)] == asked
+        assert len(row) <= len(asked) + 12
+    # what one of them says ends it, wherever it says it
+    end = found[1][-4]
+    model.generation_config.eos_token_id = [end]
+    for prompt, row in zip(prompts, answers(model, tokenizer, prompts, 12, seed=3), strict=True):
+        said = row[len(tokenizer(prompt).input_ids) :]
+        assert end not in said[:-1]
+    tokenizer.chat_template = "{% for turn in messages %}<{{ turn.content }}>{% endfor %}"
+    (row,) = answers(model, tokenizer, ["One"], 4)
+    assert row[:5] == tokenizer("<One>", add_special_tokens=False).input_ids
+
+
+def test_the_command_learns_from_answers(model_of_bytes, tmp_path):
+    from typer.testing import CliRunner
+
+    from hfkv.cli.app import app
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"What is {number} times {number}?\n\n" for number in range(80)), encoding="utf-8")
+    options = ["--kind", "eagle", "--prompts", str(prompts), "--steps", "1", "--tokens", "32", "--json"]
+    options += ["--answer-tokens", "48"]
+    done = CliRunner().invoke(app, ["distill-heads", str(model_of_bytes), str(tmp_path / "heads"), *options])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    # the last tenth is held out
+    asked = sum(len(f"What is {number} times {number}?") for number in range(72))
+    assert asked // 32 <= told["rows"][0] <= (asked + 72 * 49) // 32
+    assert all(each["identical"] == each["prompts"] == 8 for each in told["judged"])
+
+
+def test_the_command_says_which_options_do_not_go_together(model_of_bytes, tmp_path):
+    from typer.testing import CliRunner
+
+    from hfkv.cli.app import app
+
+    text = tmp_path / "text.txt"
+    text.write_text("One\n", encoding="utf-8")
+    for options, says in (
+        (["--answer-tokens", "3"], "--prompts"),
+        (["--prompts", str(text), "--text", str(text)], "--text"),
+    ):
+        refused = CliRunner().invoke(app, ["distill-heads", str(model_of_bytes), str(tmp_path / "heads"), *options])
+        assert refused.exit_code == 2
+        assert says in refused.output
 
 
 def test_the_command_trains_saves_and_judges(model_of_bytes, tmp_path):

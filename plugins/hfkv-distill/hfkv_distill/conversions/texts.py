@@ -16,7 +16,11 @@ def pieces(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None, len
     ValueError
         The text is too short for pieces that do not overlap.
     """
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False, verbose=False).input_ids])
+    return cut(torch.tensor([tokenizer(text, add_special_tokens=False, verbose=False).input_ids]), count, length)
+
+
+def cut(ids: torch.Tensor, count: int | None, length: int) -> list[torch.Tensor]:
+    """``count`` pieces ``[1, length]`` of tokens ``[1, tokens]``, as `pieces` of a text."""
     if count is None:
         count = max(1, ids.shape[1] // length)
     if count * length > ids.shape[1]:
