@@ -16,7 +16,9 @@ import torch
 from transformers import Cache
 
 from hfkv.cache.view import KVHandle
+from hfkv.defaults import KEY
 
+from .plan_model import LayerShape, layer_shapes
 from .recording import Call
 
 QUERIES = 16
@@ -49,6 +51,8 @@ class LayerError:
 def attention_errors(calls: Sequence[Call], cache: Cache) -> list[LayerError]:
     """The errors of each layer that attends to all tokens and whose cache keeps all of them.
 
+    A layer whose cache holds something else than what attends sees (latents, or nothing) is left out.
+
     Parameters
     ----------
     calls
@@ -56,7 +60,14 @@ def attention_errors(calls: Sequence[Call], cache: Cache) -> list[LayerError]:
     cache
         Empty; it is given each layer's exact keys and values, all but the last tokens first.
     """
+    if calls and getattr(calls[0].module.config, KEY, None):
+        shapes = layer_shapes(calls[0].module.config)
+        calls = [call for call in calls if _shape(call) == shapes[call.layer]]
     return [error for call in calls if (error := _error(call, cache)) is not None]
+
+
+def _shape(call: Call) -> LayerShape:
+    return LayerShape(call.key.shape[1], call.key.shape[3], call.value.shape[3])
 
 
 @torch.no_grad()

@@ -44,8 +44,9 @@ class CachePlan:
                 f"--cache {setting.name}: plan knows {', '.join(FULL_PRECISION)} and the plugins' caches. "
                 "Fix: the options of transformers' 'quantized' work with kivi too"
             )
-        # layers that share another's have none of their own at the end of the list
-        self._layers = list(zip(layers, model.shapes, strict=False))
+        # layers that share another's store nothing, and at the end of the list transformers has none for them
+        pairs = zip(layers, model.shapes, strict=False)
+        self._layers = [(layer, shape) for layer, shape in pairs if shape.elements]
         self._known: dict[int, int] = {}
         self.bytes(1)
 

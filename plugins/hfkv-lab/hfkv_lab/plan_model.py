@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig
 
 from hfkv.cli import models, packaged
+from hfkv.defaults import KEY
+from hfkv.integration import cache_argument
 
 # without one of these transformers takes its default of the architecture, and the plan would be of another model
 NEEDED = {"num_hidden_layers": "--layers", "hidden_size": "--hidden-size", "num_attention_heads": "--heads"}
@@ -193,10 +195,28 @@ def _model(name: str, config: PretrainedConfig, parameters: Parameters) -> PlanM
 
 
 def layer_shapes(config: PretrainedConfig) -> tuple[LayerShape, ...]:
-    """What each layer stores of a token."""
+    """What each layer stores of a token; no heads for one that stores nothing."""
+    if getattr(config, KEY, None):
+        return _stored_shapes(config)
     # heterogeneous models have a config for each layer
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     return tuple(map(_shape, layers))
+
+
+def _stored_shapes(config: PretrainedConfig) -> tuple[LayerShape, ...]:
+    """What a model stores that a plugin's structure has changed: it is run on a token, on the meta device."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config).eval()
+        token = torch.zeros((1, 1), dtype=torch.long)
+    cache: Any = DynamicCache(config=config)
+    with torch.no_grad():
+        model(token, **{cache_argument(model): cache, "use_cache": True})
+    shapes = [LayerShape(0, 0, 0)] * config.num_hidden_layers
+    for index, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is not None and values is not None and keys.numel():
+            shapes[index] = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
+    return tuple(shapes)
 
 
 def _shape(config: PretrainedConfig) -> LayerShape:

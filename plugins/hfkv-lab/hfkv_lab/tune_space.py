@@ -97,9 +97,10 @@ class Space:
 
 
 def eligible(config: PretrainedConfig, cache: Setting) -> list[int]:
-    """The layers that the technique takes."""
+    """The layers that the technique takes, and that store anything."""
     layers = build_cache(cache.name, config, cache.options).layers
-    return [index for index, layer in enumerate(layers) if isinstance(layer, KVLayer)]
+    shapes = layer_shapes(config)
+    return [index for index, layer in enumerate(layers) if isinstance(layer, KVLayer) and shapes[index].elements]
 
 
 class Sizes:
