@@ -205,6 +205,16 @@ def test_convert_makes_a_model_that_loads_and_stores_a_sixth(model_folder):
     assert sizes["smaller"] == sizes["original"] // 6
 
 
+def test_latents_are_half_of_the_cache_and_are_packed_as_well(model_folder):
+    shown = run("latents", model_folder)
+    assert "loaded as it was saved: True" in shown
+    sizes = {what: int(size.replace(",", "")) for what, size in re.findall(r"(\w+): ([\d,]+) bytes of cache", shown)}
+    assert sizes["original"] == LAYERS * 2 * KV_HEADS * HEAD_DIM * 4 * (1000 + 1)
+    assert sizes["latents"] == sizes["original"] // 2
+    # a layer's formula, of half as many numbers
+    assert 1 <= sizes["kivi"] / (LAYERS * bits(1001, 4) / 8 / 2) < 1.04
+
+
 def test_quantize_weights(model_folder):
     output = run("quantize_weights", model_folder)
     assert "7 layers: rtn (nbits=8" in output

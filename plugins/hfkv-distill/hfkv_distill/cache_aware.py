@@ -20,6 +20,8 @@ import hfkv
 from hfkv import kernels
 from hfkv.cache import KVQuantizer, PackedFormat, SegmentedLayer
 
+from .latent import LatentProjection
+
 NAME = "hfkv_cache_aware"
 
 # the cache that models with this attention see; backward may compute a layer again, in another thread
@@ -41,10 +43,15 @@ class CacheView:
     ValueError
         No such cache, or options that it does not have.
     NotImplementedError
-        A cache that packs nothing, or one with a window.
+        A cache that packs nothing, or one with a window; a model whose caches hold latents.
     """
 
     def __init__(self, model: Any, cache_implementation: str, cache_config: Mapping[str, Any] | None = None) -> None:
+        if any(isinstance(module, LatentProjection) for module in model.modules()):
+            raise NotImplementedError(
+                f"a cache of {type(model).__name__} holds latents, and training sees one of keys and values. "
+                "Fix: train without the cache"
+            )
         cache = hfkv.make_cache(cache_implementation, model, **(cache_config or {}))
         self.layers: dict[int, SegmentedLayer] = {
             index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, SegmentedLayer)

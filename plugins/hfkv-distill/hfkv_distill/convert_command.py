@@ -1,4 +1,4 @@
-"""``hfkv convert``: a model with fewer layers, narrower ones, fewer KV heads, windows or shared keys and values."""
+"""``hfkv convert``: fewer layers, narrower ones, fewer KV heads, windows, latents, shared keys and values."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def main(
         str | None, typer.Option(metavar="L:F", help="L layers with a window, then F that see all tokens: 5:1.")
     ] = None,
     window: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens that a layer with a window sees.")] = 512,
+    latent_rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="R", min=1, help="Keys of all heads pass through R latents, values too; a cache has these."
+        ),
+    ] = None,
     share_layers: Annotated[
         str | None,
         typer.Option(metavar="N", help="N layers share keys and values, or lists of layers: [[0],[1,2]]."),
@@ -85,12 +91,13 @@ def main(
         "width": width,
         "kv_heads": kv_heads,
         "local": _pattern(local),
+        "latent_rank": latent_rank,
         "share_layers": _groups(share_layers),
     }
+    *others, last = ("--" + name.replace("_", "-") for name in asked)
     asked = {name: value for name, value in asked.items() if value is not None}
     if not asked:
-        options = ", ".join("--" + name.replace("_", "-") for name in ("drop_layers", "width", "kv_heads", "local"))
-        raise typer.BadParameter(f"nothing is to be converted. Fix: {options} or --share-layers")
+        raise typer.BadParameter(f"nothing is to be converted. Fix: {', '.join(others)} or {last}")
     _refuse_ignored(asked, drop_by, window, share_map)
     from rich.console import Console
 

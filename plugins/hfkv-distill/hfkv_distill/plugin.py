@@ -16,11 +16,22 @@ def hfkv_trainers() -> Iterator[hfkv.TrainerSpec]:
 
 
 @hfkv.hookimpl
+def hfkv_structures() -> Iterator[hfkv.StructureSpec]:
+    """Models whose keys and values pass through latents, as `hfkv convert --latent-rank` makes them."""
+    yield hfkv.StructureSpec(
+        name="latent",
+        summary="keys and values pass through a few latents, which any cache stores in their place",
+        load="hfkv_distill.latent:restore",
+        change="hfkv_distill.conversions.latents:compress_latents",
+    )
+
+
+@hfkv.hookimpl
 def hfkv_subcommands() -> Iterator[hfkv.SubcommandSpec]:
     """The subcommands, in alphabetical order."""
     yield hfkv.SubcommandSpec(
         name="convert",
-        summary="make a model smaller: fewer layers, narrower ones, fewer KV heads, windows, shared keys and values",
+        summary="make a model smaller: fewer layers or KV heads, narrower, windows, latents, shared keys and values",
         load="hfkv_distill.convert_command:main",
     )
     yield hfkv.SubcommandSpec(

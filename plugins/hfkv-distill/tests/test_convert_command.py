@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, cache_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hfkv.cli.app import app
@@ -56,14 +55,13 @@ def test_a_converted_folder_is_converted_again(model_of_bytes, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    ["--width 0.5", "--drop-layers 2", "--kv-heads 1", "--local 1:1 --window 16", "--share-layers 2"],
-)
+    [
+        "--width 0.5", "--drop-layers 2", "--kv-heads 1", "--local 1:1 --window 16", "--share-layers 2",
+        "--latent-rank 6", "--local 1:1 --window 16 --latent-rank 6 --share-layers [[0,2]]",
+    ],
+)  # fmt: skip
 def test_what_is_planned_is_what_is_stored(model_of_bytes, tmp_path, options):
     pytest.importorskip("hfkv_lab")
-    if "share" in options and not hasattr(cache_utils, "DummyLayer"):
-        pytest.skip(
-            f"transformers {transformers.__version__} has no layers without a cache, and plan reads configs alone"
-        )
     out = tmp_path / "out"
     done = convert(model_of_bytes, out, *options.split(), "--tokens", 32, "--context", 64, "--json")
     assert done.exit_code == 0, done.output
@@ -75,10 +73,28 @@ def test_what_is_planned_is_what_is_stored(model_of_bytes, tmp_path, options):
     assert 0 <= 2 * planned["caches"]["plain"]["bytes"] - stored["kv_bytes"] <= 2 * 2 * 8
 
 
+def test_what_was_converted_is_evaluated(model_of_bytes, tmp_path):
+    """Latents and layers that share, behind a quantized cache: its cost is measured against the converted model."""
+    pytest.importorskip("hfkv_lab")
+    out = tmp_path / "out"
+    assert convert(model_of_bytes, out, *"--latent-rank 16 --share-layers [[0,1]] --tokens 32".split()).exit_code == 0
+    asked = "--windows 1 --prefill 64 --tokens 32 --part decoding --part layers --json".split()
+    caches = [word for nbits in (8, 2) for word in ("--cache", f"kivi:nbits={nbits},group_size=8,residual_length=0")]
+    done = CliRunner().invoke(app, ["eval", str(out), *caches, *asked])
+    assert done.exit_code == 0, done.output
+    plain, fine, coarse = json.loads(done.stdout)["caches"]
+    assert plain["kl"]["high"] < 1e-9 < fine["kl"]["value"] < 0.1 * coarse["kl"]["value"]
+    assert coarse["bits_per_element"] < fine["bits_per_element"] < 16
+    # what stands in the cache is not what attends
+    assert not coarse["layers"]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ([], "nothing is to be converted"),
+        (["--latent-rank", "33"], "32 channels"),
+        (["--latent-rank", "8", "--share-layers", "2", "--share-map", "similar"], "map='similar'"),
         (["--local", "5"], "L:F"),
         (["--local", "0:1"], "L:F"),
         (["--share-layers", "two"], "lists of layers"),

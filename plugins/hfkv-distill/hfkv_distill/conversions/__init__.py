@@ -7,6 +7,7 @@ dict, as `from_pretrained` builds it, so that what is saved is what was converte
 from .chain import Conversion, convert
 from .depth import block_influence, choose_layers, drop_layers
 from .kv_heads import merge_kv_heads
+from .latents import compress_latents
 from .local import make_local
 from .sharing import share_layers
 from .width import prune_width
@@ -15,6 +16,7 @@ __all__ = [
     "Conversion",
     "block_influence",
     "choose_layers",
+    "compress_latents",
     "convert",
     "drop_layers",
     "make_local",

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .depth import choose_layers, drop_layers
 from .kv_heads import merge_kv_heads
+from .latents import compress_latents
 from .local import make_local
 from .sharing import share_layers
 from .width import prune_width
@@ -35,6 +36,8 @@ class Conversion:
         How many layers with a window, and how many without after them.
     window
         Tokens that a layer with a window sees.
+    latent_rank
+        Numbers that stand for a token's keys of all heads, and as many for its values.
     share_layers
         How many layers share one set of keys and values, or lists of layers.
     share_map
@@ -47,6 +50,7 @@ class Conversion:
     kv_heads: int | None = None
     local: tuple[int, int] | None = None
     window: int = 512
+    latent_rank: int | None = None
     share_layers: int | Sequence[Sequence[int]] | None = None
     share_map: str = "neighbours"
 
@@ -57,7 +61,7 @@ def convert(
     input_ids: torch.Tensor,
     say: Callable[[str], None] = lambda text: None,
 ) -> Any:
-    """The converted model: fewer layers, then narrower ones, then fewer KV heads, then windows, then sharing.
+    """The converted model: fewer layers, then narrower ones, then fewer KV heads, windows, latents, sharing.
 
     Parameters
     ----------
@@ -75,7 +79,9 @@ def convert(
     """
     steps = list(_steps(conversion, input_ids))
     if not steps:
-        raise ValueError("nothing is to be converted. Fix: one of drop_layers, width, kv_heads, local, share_layers")
+        raise ValueError(
+            "nothing is to be converted. Fix: one of drop_layers, width, kv_heads, local, latent_rank, share_layers"
+        )
     result: Any = model
     for words, change in steps:
         say(words)
@@ -95,6 +101,9 @@ def _steps(asked: Conversion, ids: torch.Tensor) -> Iterator[tuple[str, Callable
         local, full = asked.local
         words = f"windows of {asked.window} tokens in {local} of {local + full} layers"
         yield words, partial(make_local, local=local, full=full, window=asked.window)
+    if asked.latent_rank is not None:
+        words = f"keys and values through {asked.latent_rank} latents"
+        yield words, partial(compress_latents, rank=asked.latent_rank, input_ids=ids)
     if asked.share_layers is not None:
         words = f"sharing keys and values, share_layers={asked.share_layers}"
         yield words, partial(share_layers, groups=asked.share_layers, map=asked.share_map, input_ids=ids)

@@ -11,19 +11,26 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..latent import NAME, LatentProjection
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 Weights = dict[str, torch.Tensor]
 
 
-def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+def layers_of(model: PreTrainedModel, *, latents: bool = False) -> nn.ModuleList:
     """The decoder's layers, of a model that conversions know: one with the projections `ATTENTION`.
+
+    Parameters
+    ----------
+    latents
+        Whether keys and values may pass through latents.
 
     Raises
     ------
     NotImplementedError
         A model of another make: with an encoder, of several parts, with fused projections, with shared layers.
     ValueError
-        A model whose layers share keys and values by a conversion, or whose weights are quantized.
+        A model whose keys and values were converted to latents or to be shared, or whose weights are quantized.
     """
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder:
@@ -34,17 +41,20 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
         raise ValueError(
             f"the weights of this {name} are quantized. Fix: convert the original, and quantize the result"
         )
-    if getattr(config, "hfkv", None):
+    if set(getattr(config, "hfkv", None) or {}) - ({NAME} if latents else set()):
         raise ValueError(
-            f"the layers of this {name} share already (config.hfkv={config.hfkv!r}), and other conversions come before "
-            "sharing. Fix: convert the original again, with all options in one command"
+            f"keys and values of this {name} pass through latents or are shared already (config.hfkv={config.hfkv!r}), "
+            "and other conversions come before latents, and latents before sharing. Fix: convert the original again, "
+            "with all options in one command"
         )
     if getattr(config, "num_kv_shared_layers", 0) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         raise NotImplementedError(f"{name} shares keys and values natively, and conversions would break that")
     layers = getattr(model.base_model, "layers", None)
     attentions = [getattr(layer, "self_attn", None) for layer in layers] if isinstance(layers, nn.ModuleList) else []
     if not attentions or not all(
-        isinstance(getattr(attention, part, None), nn.Linear) for attention in attentions for part in ATTENTION
+        isinstance(getattr(attention, part, None), nn.Linear | LatentProjection)
+        for attention in attentions
+        for part in ATTENTION
     ):
         raise NotImplementedError(
             f"{name} is not built like Llama: conversions need layers with self_attn.{', self_attn.'.join(ATTENTION)}"

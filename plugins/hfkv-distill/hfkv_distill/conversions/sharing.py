@@ -40,12 +40,17 @@ def share_layers(
     ImportError
         hfkv-crosslayer is not installed.
     ValueError
-        Groups that the layers do not allow.
+        Groups that the layers do not allow, or layers with latents that are to be compared.
     """
     if STRUCTURE not in registry.manager().specs(StructureSpec):
         raise ImportError(
             "layers share by hfkv-crosslayer, which is not installed. Fix: pip install 'hfkv[crosslayer]'"
         )
-    layers_of(model)
+    layers_of(model, latents=True)
+    if map == "similar" and getattr(model.config, "hfkv", None):
+        raise ValueError(
+            "map='similar' compares the keys and values that layers store, and this model stores latents, which differ "
+            "from layer to layer. Fix: map='neighbours', or lists of layers"
+        )
     change = registry.manager().find(StructureSpec, STRUCTURE, "structure").resolve_change()
     return change(copy.deepcopy(model), groups, map=map, input_ids=input_ids)
