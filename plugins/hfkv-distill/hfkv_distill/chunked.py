@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .closed_form import loss_and_gradient, share_favourites
 from .losses import Objective, TopK, token_losses
 
 # a chunk's loss is computed for this share of its tokens at a time: what autograd keeps beside the logits stays small
@@ -146,25 +147,38 @@ class _Job:
         size = max(1, len(logits) // _PARTS)
         for start in range(0, len(logits), size):
             rows = slice(start, start + size)
-            # their gradient is written over them when it is known
-            ours = logits[rows].detach().requires_grad_(gradient is not None)
             theirs = None if teacher is None else teacher[rows]
-            with torch.set_grad_enabled(gradient is not None):
-                soft, hard = token_losses(ours, labels[rows], theirs, self.objective)
-                loss = self.objective.mix(soft, hard).sum()
-            sums += torch.stack([loss, soft.sum(), hard.sum(), _agreed(ours, theirs)]).detach()
-            if gradient is not None:
-                gradient[rows] = torch.autograd.grad(loss, ours)[0]
+            written = None if gradient is None else gradient[rows]
+            if isinstance(theirs, TopK) or (theirs is not None and self.objective.beta != 0):
+                sums += _by_autograd(logits[rows], labels[rows], theirs, self.objective, written)
+            else:
+                sums += loss_and_gradient(logits[rows], labels[rows], theirs, self.objective, written)
         return sums
 
 
-def _agreed(logits: torch.Tensor, teacher: torch.Tensor | TopK | None) -> torch.Tensor:
-    if teacher is None:
-        return logits.new_zeros((), dtype=torch.float32)
-    if isinstance(teacher, TopK):
-        favourite = teacher.indices.gather(-1, teacher.log_probabilities[..., :-1].argmax(-1, keepdim=True))[..., 0]
-    else:
-        favourite = teacher.argmax(-1)
+def _by_autograd(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    teacher: torch.Tensor | TopK,
+    objective: Objective,
+    gradient: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `loss_and_gradient`, for every objective and for outcomes in a bucket."""
+    # their gradient is written over them when it is known
+    ours = logits.detach().requires_grad_(gradient is not None)
+    with torch.set_grad_enabled(gradient is not None):
+        soft, hard = token_losses(ours, labels, teacher, objective)
+        loss = objective.mix(soft, hard).sum()
+    sums = torch.stack([loss, soft.sum(), hard.sum(), _agreed(logits, teacher)]).detach()
+    if gradient is not None:
+        gradient.copy_(torch.autograd.grad(loss, ours)[0])
+    return sums
+
+
+def _agreed(logits: torch.Tensor, teacher: torch.Tensor | TopK) -> torch.Tensor:
+    if isinstance(teacher, torch.Tensor):
+        return share_favourites(logits, teacher).sum()
+    favourite = teacher.indices.gather(-1, teacher.log_probabilities[..., :-1].argmax(-1, keepdim=True))[..., 0]
     return (logits.argmax(-1) == favourite).sum().float()
 
 

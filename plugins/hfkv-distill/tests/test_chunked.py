@@ -14,7 +14,17 @@ from hfkv_distill import Objective, TopK, chunked_loss, token_losses
 TOKENS, WIDTH, VOCABULARY = 23, 12, 40
 OBJECTIVES = [
     Objective(alpha=alpha, beta=beta, temperature=temperature)
-    for alpha, beta, temperature in ((0, 0, 1), (0, 1, 2), (0.3, 0.25, 1.5), (1, 0, 1), (0.5, 0.5, 0.7))
+    for alpha, beta, temperature in (
+        (0, 0, 1),
+        (0.3, 0, 1),
+        (0, 0, 2),
+        (0.3, 0, 1.5),
+        (1, 0, 1),
+        (1, 0, 2),
+        (0, 1, 2),
+        (0.3, 0.25, 1.5),
+        (0.5, 0.5, 0.7),
+    )
 ]
 
 
@@ -107,6 +117,49 @@ def test_few_outcomes_and_a_bucket(objective):
     )  # fmt: skip
     assert sums.loss.item() == pytest.approx(expected.item())
     torch.testing.assert_close(gradients(sums.loss, states, head), gradients(expected, states, head))
+
+
+@pytest.mark.parametrize("alpha", [0, 0.5, 1])
+def test_without_a_teacher_the_text_alone_counts(alpha):
+    states, head, labels, _ = make()
+    objective = Objective(alpha=alpha, temperature=2)
+    expected = alpha * nn.functional.cross_entropy(head(states), labels, reduction="sum")
+    sums = chunked_loss(
+        states, head, list(head.parameters()), labels, None, objective, chunk_size=7, vocabulary=VOCABULARY
+    )
+    assert sums.loss.item() == pytest.approx(expected.item())
+    torch.testing.assert_close(gradients(sums.loss, states, head), gradients(expected, states, head))
+
+
+def test_outcomes_that_the_teacher_rules_out_cost_nothing():
+    states, head, labels, teacher = make()
+    teacher[:, ::3] = -torch.inf
+    expected = plain(states, head, labels, teacher, Objective())
+    sums = chunked_loss(
+        states, head, list(head.parameters()), labels, lambda rows: teacher[rows], Objective(), chunk_size=7,
+        vocabulary=VOCABULARY,
+    )  # fmt: skip
+    assert sums.loss.item() == pytest.approx(expected.item())
+    torch.testing.assert_close(gradients(sums.loss, states, head), gradients(expected, states, head))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_divergences_of_narrow_logits(dtype):
+    """Logits of twenty and more, a student that is all but its teacher: what is left of the differences is right."""
+    torch.manual_seed(0)
+    head = nn.Linear(VOCABULARY, VOCABULARY, bias=False).to(dtype)
+    nn.init.eye_(head.weight)
+    teacher = (8 * torch.randn(TOKENS, VOCABULARY) + 20).to(dtype)
+    states = (teacher + (0.05 * torch.randn(TOKENS, VOCABULARY)).to(dtype)).requires_grad_()
+    labels = torch.zeros(TOKENS, dtype=torch.long)
+    expected, _ = token_losses(states.detach().double(), labels, teacher.double(), Objective())
+    assert 0 < expected.max() < 0.05
+    for ours, bound in ((states, 1e-4), (teacher.clone(), 0)):
+        sums = chunked_loss(
+            ours, head, [], labels, lambda rows: teacher[rows], Objective(), chunk_size=7, vocabulary=VOCABULARY
+        )
+        wanted = float(expected.sum()) if ours is states else 0.0
+        assert abs(sums.loss.item() - wanted) <= bound * TOKENS
 
 
 def test_padded_outcomes_are_none():
