@@ -26,6 +26,7 @@ from .meter import Meter
 from .on_policy import generated
 from .preparation import prepared_teacher, stored_vocabulary
 from .targets import Targets
+from .teacher import ask, in_bfloat16
 from .vocabulary import common_vocabulary
 
 # what a batch may hold besides what the student's forward takes
@@ -135,14 +136,14 @@ class DistillationTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; what matching learns stands on the student for as long."""
         self._trained.reset()
-        if self._matching is None:
+        with contextlib.ExitStack() as stack:
+            if self.teacher_model is not None and self.args.bf16:
+                stack.enter_context(in_bfloat16(self.teacher_model))
+            if self._matching is not None:
+                # optimizers, checkpoints and distributed training find it there
+                self.model.add_module(_PROJECTIONS, self._matching)
+                stack.callback(delattr, self.model, _PROJECTIONS)
             return super().train(*args, **kwargs)
-        # optimizers, checkpoints and distributed training find it there
-        self.model.add_module(_PROJECTIONS, self._matching)
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            delattr(self.model, _PROJECTIONS)
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A step that sees a cache, where that is asked for: backward may compute layers again."""
@@ -249,7 +250,6 @@ class DistillationTrainer(Trainer):
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return (loss, outputs) if return_outputs else loss
 
-    @torch.no_grad()
     def _run_teacher(self, inputs: Mapping[str, Any], targets: Targets) -> tuple[Teacher | None, States, Targets]:
         """What the teacher says of the targets; its layers; and where the targets are in what it reads."""
         if "teacher_log_probabilities" in inputs:
@@ -262,26 +262,10 @@ class DistillationTrainer(Trainer):
                     "(StoredLogits), or alpha=1"
                 )
             return None, {}, targets
-        theirs = targets.of_teacher(inputs)
-        prefix = "teacher_" if theirs is not targets else ""
-        device = self.teacher_model.device
-        own = {name: inputs[f"{prefix}{name}"].to(device) for name in ("input_ids", "attention_mask")}
-        seen: list[tuple[torch.Tensor, Any]] = []
         wanted = {} if self._matching is None else self._matching.wanted("teacher")
-        with (
-            recorded(self.teacher_model, wanted) as states,
-            self._teacher_head.taken(lambda hidden_states, way: seen.append((theirs.before(hidden_states), way))),
-            # in the student's precision
-            self.accelerator.autocast(),
-        ):
-            self.teacher_model(**own, use_cache=False)
-        hidden_states, way = seen[0]
-
-        def say(rows: slice) -> torch.Tensor:
-            with torch.no_grad():
-                logits: torch.Tensor = way(hidden_states[rows]).to(targets.tokens.device)
-            return logits
-
+        # in the student's precision
+        with self.accelerator.autocast():
+            say, states, theirs = ask(self.teacher_model, self._teacher_head, inputs, targets, wanted)
         return say if self._has_teacher else None, states, theirs
 
     def _run_student(

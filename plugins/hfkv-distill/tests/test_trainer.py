@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from hfkv_distill import DistillationCollator, token_losses
 from hfkv_distill.losses import Objective
+from hfkv_distill.teacher import in_bfloat16
 
 
 def weights(trainer):
@@ -281,3 +282,17 @@ def test_a_batch_without_labels_is_refused(trainer):
     made.data_collator = lambda rows: {"input_ids": torch.stack([row["input_ids"][:5] for row in rows])}
     with pytest.raises(ValueError, match="no labels, only input_ids"):
         made.train()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_in_bfloat16_say_what_autocast_makes_of_them(llama, tied):
+    teacher = llama(0, tie_word_embeddings=tied)
+    before = {name: parameter for name, parameter in teacher.named_parameters()}
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = teacher(ids).logits
+        with in_bfloat16(teacher):
+            assert teacher.lm_head.weight.dtype == torch.bfloat16
+            assert torch.equal(teacher(ids).logits, expected)
+    assert all(parameter is before[name] for name, parameter in teacher.named_parameters())
+    assert (teacher.lm_head.weight is teacher.model.embed_tokens.weight) == tied
