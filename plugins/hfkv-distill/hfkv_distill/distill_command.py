@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 # characters of a data set: more than a run of an hour reads on two cores
 CHARACTERS = 20_000_000
+# in the folder of the result, until there is one
+UNFINISHED = "unfinished"
 # what fits the machine: window, windows a step
 CPU, GPU = (256, 4), (1024, 8)
 
@@ -64,22 +68,31 @@ def main(
     ] = False,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the order of the windows.")] = 0,
+    checkpoint_minutes: Annotated[
+        float,
+        typer.Option(
+            metavar="M", min=0, help="How often the state is saved, so that the same command goes on with it."
+        ),
+    ] = 5.0,
     as_json: arguments.AsJson = False,
 ) -> None:
     """Train a student towards a teacher: KL, perplexity and top 1 on held-out text, before and after."""
     if minutes is not None and steps is not None:
         raise typer.BadParameter("--minutes and --steps were both given: pass one of them", param_hint="--minutes")
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out {out}: the folder is not empty. Fix: name another")
+    begun = out / UNFINISHED
+    if out.exists() and any(out.iterdir()) and not begun.exists():
+        raise ValueError(f"--out {out}: the folder is not empty, and has no run to go on with. Fix: name another")
     name, config = _cache(cache)
     console = Console(highlight=False, file=sys.stderr if as_json else sys.stdout)
     with working(console, "importing torch and transformers"):
         from hfkv.cli import comparison
         from hfkv.cli.texts import read
 
-        from . import texts
+        from . import fingerprint, texts
+        from .collator import DistillationCollator
         from .machine import chosen_device, has_fast_bf16
         from .run import RunOptions, distill
+        from .unfinished import Unfinished
     place = chosen_device(device)
     window, windows = CPU if place == "cpu" else GPU
     options = RunOptions(
@@ -99,13 +112,23 @@ def main(
         f"{place}{', bfloat16' if options.bf16 else ''}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
+    names = {"teacher": teacher, "student": student, "text": found.source}
+    settings = {
+        **names, **dataclasses.asdict(options), "device": place, "teacher_dtype": teacher_dtype.value,
+        "windows": fingerprint.of_data([*data.train, *data.held_out], DistillationCollator()),
+    }  # fmt: skip
+    unfinished = Unfinished(begun, checkpoint_minutes, settings)
+    if unfinished.latest() is not None:
+        console.print(f"going on with the run in {begun}", markup=False, soft_wrap=True)
     from .progress import Watch
 
     with Watch(console) as watch:
         result = distill(
-            trained, original, data, options, stage=watch.stage, show=watch.show, processing_class=tokenizer
-        )
-    _save(trained, tokenizer, out, result, options, {"teacher": teacher, "student": student, "text": found.source})
+            trained, original, data, options, stage=watch.stage, show=watch.show, processing_class=tokenizer,
+            unfinished=unfinished,
+        )  # fmt: skip
+    _save(trained, tokenizer, out, result, options, names)
+    shutil.rmtree(begun)
     if as_json:
         print(json.dumps(report(result, options), indent=1))
     else:
@@ -127,8 +150,6 @@ def _cache(spelt: str | None) -> tuple[str | None, dict[str, Any]]:
 
 def report(result: Result, options: RunOptions) -> dict[str, Any]:
     """A result as JSON has it."""
-    import dataclasses
-
     return {
         "options": dataclasses.asdict(options),
         **dataclasses.asdict(result),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from .budget import Budget
 from .config import DistillationConfig
 from .texts import Examples
 from .trainer import DistillationTrainer
+from .unfinished import Saving, Unfinished
 
 OBJECTIVES = ("kl", "reverse-kl", "jsd", "ce")
 # what each sets
@@ -132,6 +134,10 @@ class Curve(TrainerCallback):
         self.points: list[Point] = []
         self._budget, self._tokens_per_step, self._show = budget, tokens_per_step, show
 
+    def take_up(self, points: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the points of a run that was killed."""
+        self.points = [Point(**point) for point in points]
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         """Keep a step."""
         if "loss" not in logs:
@@ -150,6 +156,7 @@ def distill(
     stage: Callable[[str], None] = lambda text: None,
     show: Callable[[Budget, Point, float], None] = lambda budget, point, speed: None,
     processing_class: Any = None,
+    unfinished: Unfinished | None = None,
 ) -> Result:
     """Train a student in place, and say what it was and what it is on the held-out text.
 
@@ -159,32 +166,51 @@ def distill(
         Called with what is done now.
     show
         Called after each step, with the tokens per second.
+    unfinished
+        Where checkpoints are saved, and where a run that was killed left some: it goes on, with the models that it
+        began with. None saves nothing.
     """
     budget = Budget(None if options.steps is not None else 60 * (options.minutes or 0), options.steps)
     length = len(data.train[0]["input_ids"])
     # the first token of a window has nothing before it
     curve = Curve(budget, options.batch_size * options.accumulation * (length - 1), show)
-    with tempfile.TemporaryDirectory(prefix="hfkv-distill-") as folder:
-        stage("measuring the student")
-        before = measure(student, teacher, data.held_out, options, folder, processing_class)
-        stage("measuring the teacher")
-        alone = dataclasses.replace(options, objective="ce", alpha=0.0, temperature=1.0, cache=None, train_plain=False)
-        reference = _trainer(teacher, None, data.held_out, alone, folder, processing_class)
-        teacher_perplexity = reference.evaluate()["eval_perplexity"]
+    callbacks: list[TrainerCallback] = [budget, curve]
+    with contextlib.ExitStack() as stack:
+        if unfinished is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hfkv-distill-"))
+            checkpoint, known = None, None
+        else:
+            folder, checkpoint, known = str(unfinished.folder), unfinished.latest(), unfinished.measured()
+            saving = Saving(unfinished, budget, curve)
+            callbacks.append(saving)
+            if checkpoint is not None:
+                saving.take_up(checkpoint)
+        if known is None:
+            stage("measuring the student")
+            held = measure(student, teacher, data.held_out, options, folder, processing_class)
+            stage("measuring the teacher")
+            alone = dataclasses.replace(
+                options, objective="ce", alpha=0.0, temperature=1.0, cache=None, train_plain=False
+            )
+            reference = _trainer(teacher, None, data.held_out, alone, folder, processing_class)
+            known = {"before": dataclasses.asdict(held), "teacher": reference.evaluate()["eval_perplexity"]}
+            if unfinished is not None:
+                unfinished.keep_measured(known)
         stage("training")
         trained = dataclasses.replace(options, cache=None, train_plain=False) if options.train_plain else options
         trainer = _trainer(
             student, None if options.objective == "ce" else teacher, data.train, trained, folder, processing_class,
-            callbacks=[budget, curve],
+            callbacks=callbacks,
         )  # fmt: skip
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         steps = trainer.state.global_step
         # the optimizer's memory is not needed for what follows
         del trainer
         stage("measuring again")
         after = measure(student, teacher, data.held_out, options, folder, processing_class)
     tokens = curve.points[-1].tokens if curve.points else 0
-    return Result(before, after, teacher_perplexity, steps, tokens, budget.spent, curve.points)
+    before = Held(**known["before"])
+    return Result(before, after, known["teacher"], steps, tokens, budget.spent, curve.points)
 
 
 def measure(
@@ -221,7 +247,9 @@ def _trainer(
         dataloader_pin_memory=not on_cpu,
         logging_steps=1,
         logging_first_step=True,
+        # what is to be saved is asked for by the clock
         save_strategy="no",
+        save_total_limit=2,
         report_to=[],
         disable_tqdm=True,
         seed=options.seed,

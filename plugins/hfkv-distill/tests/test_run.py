@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -13,11 +14,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from hfkv.cli.app import app
 from hfkv_distill import figure, texts
 from hfkv_distill.budget import FLOOR, WARMUP, Budget, rate
 from hfkv_distill.distill_command import main
 from hfkv_distill.run import Held, Result, RunOptions, distill
+from hfkv_distill.unfinished import Unfinished
 
 TEXT = "".join(f"The number after {n} is {n + 1}, and the one before is {n - 1}.\n" for n in range(100, 400))
 
@@ -168,3 +172,80 @@ def test_command_trains_saves_and_reports(pair, tokenizer, tmp_path):
     assert not torch.equal(trained.lm_head.weight, pair[1].lm_head.weight)
     with pytest.raises(ValueError, match="is not empty"):
         main(teacher="a", student="b", out=tmp_path / "out")
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_curve(pair, tokenizer, tmp_path):
+    """`kill -9` in the middle: the same command takes up weights, optimizer, order of the data, curve and measures."""
+    for name, model in zip(("teacher", "student"), pair, strict=True):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "text.txt").write_text(TEXT)
+    out = tmp_path / "out"
+    asked = [
+        "distill", "--teacher", str(tmp_path / "teacher"), "--student", str(tmp_path / "student"), "--out", str(out),
+        "--text", str(tmp_path / "text.txt"), "--steps", "16", "--length", "64", "--learning-rate", "5e-3",
+        "--held-out", "4", "--device", "cpu", "--no-bf16", "--json",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-m", "hfkv.cli", *asked, "--checkpoint-minutes", "0"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        while not list(out.glob("unfinished/checkpoint-[3-9]/progress.json")):
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.005)
+        run.send_signal(signal.SIGKILL)
+    assert run.returncode == -signal.SIGKILL
+    # what a checkpoint looks like that was cut short
+    (out / "unfinished" / "checkpoint-15").mkdir()
+    begun = max(int(path.parent.name[11:]) for path in out.glob("unfinished/checkpoint-*/progress.json"))
+    assert 3 <= begun < 15
+
+    refused = CliRunner().invoke(app, [*asked, "--learning-rate", "1e-3"])
+    assert refused.exit_code != 0
+    assert "learning_rate was 0.005 and is 0.001" in " ".join(refused.output.split())
+    resumed = CliRunner().invoke(app, asked)
+    assert resumed.exit_code == 0, resumed.output
+    found = json.loads(resumed.stdout)
+    assert "going on with the run" in resumed.stderr
+    assert "measuring the student" not in resumed.stderr
+    assert not (out / "unfinished").exists()
+
+    student, teacher = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("student", "teacher"))
+    data = texts.examples(tokenizer, TEXT, "numbers", 64, held_out=4)
+    whole = distill(student, teacher, data, RunOptions(minutes=None, steps=16, learning_rate=5e-3))
+    assert [point["loss"] for point in found["curve"]] == pytest.approx([point.loss for point in whole.curve], rel=1e-4)
+    assert found["before"]["kl"] == pytest.approx(whole.before.kl, rel=1e-4)
+    assert found["after"]["kl"] == pytest.approx(whole.after.kl, rel=1e-3)
+    seconds = [point["seconds"] for point in found["curve"]]
+    assert seconds == sorted(seconds)
+
+
+def test_time_goes_on_where_it_was(pair, tokenizer, tmp_path):
+    """A run of so many minutes that is stopped has as many left as it had: what it has spent is in the checkpoint."""
+    teacher, student = pair
+    data = texts.examples(tokenizer, TEXT, "numbers", 64, held_out=4)
+    options = RunOptions(minutes=1.0, learning_rate=5e-3)
+
+    class StoppedError(Exception):
+        pass
+
+    def show(budget, point, speed):
+        if budget.step == 3:
+            # as if the clock had run on
+            budget.spent = 59.9
+        if budget.step == 4:
+            raise StoppedError
+
+    def run(show):
+        return distill(student, teacher, data, options, show=show, unfinished=Unfinished(tmp_path / "run", 0, {}))
+
+    with pytest.raises(StoppedError):
+        run(show)
+    started = time.perf_counter()
+    result = run(lambda budget, point, speed: None)
+    assert time.perf_counter() - started < 30
+    assert result.seconds >= 60
+    assert result.steps > 3
+    assert [point.tokens for point in result.curve] == [4 * 63 * step for step in range(1, result.steps + 1)]
