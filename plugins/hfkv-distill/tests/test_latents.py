@@ -103,6 +103,8 @@ def test_the_text_decides_what_is_lost_and_no_other_directions_lose_less():
 
 
 def test_a_cache_holds_latents_and_nothing_else(narrow):
+    gc.collect()
+    found = len(latent_positions._found)
     cache = DynamicCache(config=narrow.config)
     narrow(tokens(length=6), **{cache_argument(narrow): cache})
     layers, rank = LAYERS, SIZE // 4
@@ -113,7 +115,7 @@ def test_a_cache_holds_latents_and_nothing_else(narrow):
     assert set(vars(cache)) <= {*vars(DynamicCache()), latent_positions._AHEAD}
     # what a forward has worked out for its layers is gone with it
     gc.collect()
-    assert not len(latent_positions._found)
+    assert len(latent_positions._found) <= found
 
 
 @pytest.mark.parametrize("settings", [{}, KIVI, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
