@@ -111,6 +111,15 @@ class Case:
         ids = self.tokenizer(text[: 6 * (start + tokens)], return_tensors="pt").input_ids[:, start : start + tokens]
         return {"input_ids": ids}
 
+    def passages(self) -> list[dict[str, Any]]:
+        """Places of CPython's help far from one another, 500 tokens each."""
+        return [self.passage(500, start) for start in range(0, 18000, 3000)][: self.prompts]
+
+    def batch(self) -> dict[str, Any]:
+        """The same in one batch."""
+        ids = torch.cat([passage["input_ids"] for passage in self.passages()])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
     def generate(self, inputs: dict[str, Any], **arguments: Any) -> Any:
         """Greedy, and always as many tokens: the end token does not end it."""
         return self.model.generate(
@@ -255,11 +264,11 @@ def drafts(case: Case) -> Iterator[dict[str, Any]]:
         ),
         ("half of the layers", "early-exit", {}),
     ]
-    prompts = [case.passage(500, start)["input_ids"] for start in range(0, 18000, 3000)][: case.prompts]
+    inputs = case.batch()
     for name, assistant, options in kinds:
         if case.wanted(name):
             assisted = hfkv.assistant(assistant, case.model, **options, **always)
-            stats = hfkv.stats(case.generate({"input_ids": torch.cat(prompts)}, **assisted))
+            stats = hfkv.stats(case.generate(inputs, **assisted))
             yield {"what": name, **acceptance(stats)}
 
 
@@ -271,9 +280,7 @@ def halves(case: Case) -> Iterator[dict[str, Any]]:
 
     The prompts are one batch.
     """
-    prompts = [case.passage(500, start)["input_ids"] for start in range(0, 18000, 3000)][: case.prompts]
-    ids = torch.cat(prompts)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = case.batch()
 
     def generate(**arguments: Any) -> tuple[Any, int]:
         output = case.generate(inputs, return_dict_in_generate=True, **arguments)
@@ -299,7 +306,7 @@ def halves(case: Case) -> Iterator[dict[str, Any]]:
 
 def lengths(case: Case) -> Iterator[dict[str, Any]]:
     """Expected and counted tokens per forward, predicted and measured speed-up, over draft lengths."""
-    prompts = [case.passage(500, start) for start in range(0, 18000, 3000)][: case.prompts]
+    prompts = case.passages()
     for length in range(1, 9):
         name = f"self-kv, 4 bit, g = {length}"
         if not case.wanted(name):
