@@ -1,9 +1,9 @@
 """Latents: keys and values of all heads through a narrow passage, which is what caches then store.
 
 Chang et al., "Palu: Compressing KV-Cache with Low-Rank Projection", 2024. The passage starts as the principal
-directions of the keys, or values, that a text brings: of all projections of that rank the one that loses least of them.
-Those of the weights alone lose more, since what a layer reads is far from even. What the text leaves open, the weights
-decide.
+directions of the keys, or values, that a text brings: of all projections of that rank the one that loses least of them,
+values as the output projection reads them. Those of the weights alone lose far more, since what a layer reads is not
+even. What the text leaves open, the weights decide.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .decoder import evaluating, layer_and_name, layer_prefix, layers_of, rebuil
 
 # what the weights count beside the text: enough for an order among directions that it never shows
 _WEIGHTS = 1e-4
+# what every channel of the values counts beside what reads it: no direction is without any weight
+_UNREAD = 1e-3
 # of the logits: rounding is below, keys that are turned or scaled otherwise are far above
 _TOLERANCE = 0.05
 # rotary embeddings whose angles change with the length: a stored key would have to keep those of its own time
@@ -69,20 +71,45 @@ def compress_latents(model: PreTrainedModel, rank: int, input_ids: torch.Tensor)
         elif kind == "bias":
             weights[f"{stem}.up.bias"] = tensor
         else:
-            up, down = _factors(tensor, shown[index, part], rank)
+            scale = _readers(layers[index].self_attn) if part == "v_proj" else None
+            up, down = _factors(tensor, shown[index, part], rank, scale)
             weights |= {f"{stem}.up.weight": up, f"{stem}.down.weight": down, name: tensor.new_empty(0)}
     result = rebuild(model, weights, {"hfkv": {NAME: {"rank": rank}}})
     _check_cached(result, input_ids)
     return result
 
 
-def _factors(weight: torch.Tensor, shown: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[out, rank]`` and ``[rank, in]``, whose product stands for a weight where it matters."""
+def _factors(
+    weight: torch.Tensor, shown: torch.Tensor, rank: int, scale: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[out, rank]`` and ``[rank, in]``, whose product stands for a weight where it matters.
+
+    ``scale`` is a matrix that makes errors as large as they count, and its inverse.
+    """
     wide = weight.double()
     even = wide @ wide.T
-    share = _WEIGHTS * shown.trace() / even.trace().clamp(min=1e-30)
-    directions = torch.linalg.eigh(shown + share * even).eigenvectors[:, -rank:].flip(-1)
-    return directions.to(weight.dtype), (directions.T @ wide).to(weight.dtype)
+    moments = shown + _WEIGHTS * shown.trace() / even.trace().clamp(min=1e-30) * even
+    if scale is not None:
+        moments = scale[0] @ moments @ scale[0]
+    directions = torch.linalg.eigh(moments).eigenvectors[:, -rank:].flip(-1)
+    up, down = directions, directions.T
+    if scale is not None:
+        up, down = scale[1] @ up, down @ scale[0]
+    return up.to(weight.dtype), (down @ wide).to(weight.dtype)
+
+
+def _readers(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """How much errors of the values count, as a symmetric matrix over the channels of all KV heads, and its inverse.
+
+    An error reaches the residual stream through the output projection of each query head that reads the KV head.
+    """
+    size = attention.head_dim
+    weight = attention.o_proj.weight.double()
+    blocks = weight.T.unflatten(0, (attention.v_proj.out_features // size, -1, size))
+    square = torch.block_diag(*torch.einsum("ghco,ghdo->gcd", blocks, blocks))
+    values, vectors = torch.linalg.eigh(square)
+    roots = (values.clamp(min=0) + _UNREAD * values.mean()).sqrt()
+    return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T
 
 
 def _second_moments(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
