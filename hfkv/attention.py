@@ -10,11 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from .cache.view import KVView
-
-# what an attention function may be given that changes the scores; the original function ignores or refuses the rest
-_CHANGES_SCORES = ("position_bias", "softcap")
-
 # the attribute of an attention function that holds what reads windows in its place
 _WRAPPED = "_hfkv_reads_windows"
 
@@ -92,9 +87,10 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """Transformers' sdpa attention, which runs the fused kernels where keys and values are packed handles."""
     from .cache.view import KVHandle
+    from .kernels.packed import attend as attend_packed
 
     # the choice of a kernel is made once, outside any graph; attention without handles compiles as ever
-    attend = _outside_graphs(_attend)
+    attend = _outside_graphs(attend_packed)
 
     @functools.wraps(original)
     def sdpa_attention_forward(
@@ -108,34 +104,12 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not isinstance(key, KVHandle):
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        plain = not args and not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _CHANGES_SCORES)
+        plain = not args and not kwargs.get("dropout")
+        # these change the scores; whatever else there is the original function ignores or refuses
+        plain = plain and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
         if not (plain and isinstance(value, KVHandle) and value.snapshot is key.snapshot):
             value = value.dense() if isinstance(value, KVHandle) else value
             return original(module, query, key.dense(), value, attention_mask, *args, **kwargs)
         return attend(module, query, key.snapshot, attention_mask, kwargs.get("scaling"), kwargs.get("is_causal")), None
 
     return sdpa_attention_forward
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    view: KVView,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    is_causal: bool | None,
-) -> torch.Tensor:
-    """Attention over packed and exact segments: ``[batch, queries, heads, value_head_dim]``."""
-    from . import kernels
-
-    if mask is not None:
-        if mask.shape[-1] != view.length:
-            raise ValueError(
-                f"the attention mask covers {mask.shape[-1]} tokens and the cache holds {view.length}: pass the mask "
-                "of all tokens, cached ones included"
-            )
-        mask = view.arrange(mask)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output, _ = kernels.attend(query, view, mask, scale=scale, causal=causal)
-    return output.transpose(1, 2).contiguous()

@@ -16,7 +16,7 @@ Cache", 2025): the upper halves of a block's codes come first, then the lower on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -135,12 +135,12 @@ class PackedBlocks:
     scale: torch.Tensor
     offset: torch.Tensor
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of blocks."""
         return self.codes.shape[2]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Number of tokens."""
         return self.count * self.format.block_length
@@ -151,6 +151,15 @@ class PackedBlocks:
         if not self.format.hierarchical:
             return self
         return replace(self, format=self.format.upper_half, codes=self.codes.narrow(3, 0, self.format.groups))
+
+    @cached_property
+    def prepared(self) -> dict[str, Any]:
+        """What kernels keep with these very tensors, by the kernels' name, such as addresses; copies have none."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, for copies and pickles: what is derived from their tensors is not the copy's."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
         """The same blocks with every tensor passed through a function."""

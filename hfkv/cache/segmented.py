@@ -116,18 +116,19 @@ class SegmentedLayer(KVLayer):
         if self._unsettled:
             # no crop came after the last forward: its tokens stay
             self._settle()
+        past, count = self.get_seq_length(), key_states.shape[2]
         # a prompt is packed at once: layer by layer, one is alive in full precision
-        waits = self.record_past and self.get_seq_length() > 0
+        waits = self.record_past and past > 0
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._uncropped += key_states.shape[2]
-        seen = self.get_seq_length() + key_states.shape[2]
+        self._uncropped += count
+        seen = past + count
         if self.window is not None and self.window.hides(seen):
             result = self._windowed(key_states, value_states, seen)
         elif torch.is_grad_enabled() and key_states.requires_grad:
             result = self._differentiable(key_states, value_states)
             self._append(key_states.detach(), value_states.detach())
-        elif self.get_seq_length() == 0:
+        elif past == 0:
             # the prompt: attention sees it as the model made it
             result = key_states, value_states
             self._append(key_states, value_states)

@@ -91,11 +91,10 @@ class KVHandle(torch.Tensor):
     @staticmethod
     def __new__(cls, view: KVView, part: Literal["keys", "values"]) -> KVHandle:
         """A tensor without storage, of the shape that all segments have together."""
-        exact: torch.Tensor = getattr(view, f"exact_{part}")
-        batch, heads, _, head_dim = exact.shape
-        return torch.Tensor._make_wrapper_subclass(
-            cls, (batch, heads, view.length, head_dim), dtype=exact.dtype, device=exact.device
-        )
+        exact = view.exact_keys if part == "keys" else view.exact_values
+        batch, heads, tokens, head_dim = exact.shape
+        shape = batch, heads, view.keys.length + tokens, head_dim
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=exact.dtype, device=exact.device)
 
     def __init__(self, view: KVView, part: Literal["keys", "values"]) -> None:
         self.snapshot = view

@@ -123,8 +123,15 @@ def select(request: Request) -> Kernels:
     raise AssertionError("the reference supports every request")
 
 
+@functools.cache
+def _attending(device: torch.device, dtype: torch.dtype, keys: PackedFormat, values: PackedFormat) -> Kernels:
+    """The kernels that attend; every layer of every step asks, and a request takes longer to make than to look up."""
+    return select(Request("attend", device.type, dtype, (keys, values)))
+
+
 def forget_choices() -> None:
     """Decide anew: kernels were registered, or taken back."""
+    _attending.cache_clear()
     select.cache_clear()
     _load.cache_clear()
 
@@ -144,8 +151,8 @@ def attend(
     query: torch.Tensor, view: KVView, mask: torch.Tensor | None = None, *, scale: float, causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over packed and exact segments (`ReferenceKernels.attend`)."""
-    request = Request("attend", query.device.type, query.dtype, (view.keys.format, view.values.format))
-    return select(request).attend(query, view, mask, scale, causal)
+    kernels = _attending(query.device, query.dtype, view.keys.format, view.values.format)
+    return kernels.attend(query, view, mask, scale, causal)
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,25 @@ class Format:
         group_bytes: int,
         groups: int,
         codebook: list[float],
+        plane: int,
+        upper: bool,
     ) -> None: ...
+
+class Blocks:
+    def __init__(
+        self,
+        format: Format,
+        owner: object,
+        count: int,
+        codes: int,
+        scale: int,
+        offset: int,
+        codes_strides: tuple[int, ...],
+        scale_strides: tuple[int, ...],
+    ) -> None: ...
+
+class Grid:
+    def __init__(self, code: int, middle: float, levels: list[float]) -> None: ...
 
 def isa_names() -> list[str]: ...
 def threads_from() -> str: ...
@@ -22,8 +40,8 @@ def attend(
     query: tuple[Any, ...],
     exact_keys: tuple[Any, ...],
     exact_values: tuple[Any, ...],
-    keys: tuple[Any, ...],
-    values: tuple[Any, ...],
+    keys: Blocks,
+    values: Blocks,
     mask: tuple[Any, ...] | None,
     output: tuple[Any, ...],
     lse: int,
@@ -31,7 +49,24 @@ def attend(
     scale: float,
     causal: bool,
 ) -> None: ...
-def pack(isa: int, threads: int, states: tuple[Any, ...], blocks: tuple[Any, ...], batch: int, heads: int) -> None: ...
-def unpack(
-    isa: int, threads: int, states: tuple[Any, ...], blocks: tuple[Any, ...], batch: int, heads: int
+def pack(isa: int, threads: int, states: tuple[Any, ...], blocks: Blocks, batch: int, heads: int) -> None: ...
+def unpack(isa: int, threads: int, states: tuple[Any, ...], blocks: Blocks, batch: int, heads: int) -> None: ...
+def matmul(
+    isa: int,
+    threads: int,
+    grid: Grid,
+    codes: int,
+    scale: int,
+    offset: int,
+    one_scale: bool,
+    group: int,
+    row_bytes: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    x_stride: int,
+    y: int,
+    y_stride: int,
+    type: int,
 ) -> None: ...

@@ -81,15 +81,14 @@ class CpuKernels:
         batch, heads, tokens, _ = states.shape
         blocks = PackedBlocks.empty(format, batch, heads, tokens // format.block_length)
         states = _rows(states)
-        _kernels.pack(self._index, torch.get_num_threads(), _tensor(states), _blocks(blocks), batch, heads)
+        _kernels.pack(self._index, torch.get_num_threads(), _tensor(states), _record(blocks), batch, heads)
         return blocks
 
     def unpack(self, blocks: PackedBlocks, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize blocks (`ReferenceKernels.unpack`)."""
-        blocks = _whole_groups(blocks)
         batch, heads = blocks.codes.shape[:2]
         states = torch.empty(batch, heads, blocks.length, blocks.format.head_dim, dtype=dtype)
-        _kernels.unpack(self._index, torch.get_num_threads(), _tensor(states), _blocks(blocks), batch, heads)
+        _kernels.unpack(self._index, torch.get_num_threads(), _tensor(states), _record(blocks), batch, heads)
         return states
 
     def attend(
@@ -97,12 +96,12 @@ class CpuKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over packed and exact segments (`ReferenceKernels.attend`)."""
         batch, heads, queries, _ = query.shape
-        exact_keys, exact_values = _rows(view.exact_keys), _rows(view.exact_values)
-        keys, values = _whole_groups(view.keys), _whole_groups(view.values)
-        query = _rows(query)
+        channels = view.values.format.head_dim
+        query, exact_keys, exact_values = _rows(query), _rows(view.exact_keys), _rows(view.exact_values)
+        _, kv_heads, exact, _ = exact_keys.shape
         # as the caller wants it in the end: [batch, queries, heads, channels] is contiguous
-        output = query.new_empty(batch, queries, heads, values.format.head_dim).transpose(1, 2)
-        lse = torch.empty(batch, heads, queries, dtype=torch.float32)
+        output = torch.empty((batch, queries, heads, channels), dtype=query.dtype)
+        lse = torch.empty((batch, heads, queries), dtype=torch.float32)
         if mask is not None:
             mask = _rows(mask if mask.dtype in TYPES else mask.float()).expand(batch, heads, -1, -1)
         _kernels.attend(
@@ -111,16 +110,16 @@ class CpuKernels:
             _tensor(query),
             _tensor(exact_keys),
             _tensor(exact_values),
-            _blocks(keys),
-            _blocks(values),
+            _record(view.keys),
+            _record(view.values),
             None if mask is None else _tensor(mask),
-            _tensor(output),
+            (output.data_ptr(), TYPES[query.dtype], queries * heads * channels, channels, heads * channels),
             lse.data_ptr(),
-            (batch, heads, exact_keys.shape[1], queries, exact_keys.shape[2], view.sink),
+            (batch, heads, kv_heads, queries, exact, view.sink),
             scale,
             causal,
         )
-        return output, lse
+        return output.transpose(1, 2), lse
 
     def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize a weight, to the bit as `ReferenceKernels.dequantize`."""
@@ -183,10 +182,26 @@ def _whole_groups(blocks: PackedBlocks) -> PackedBlocks:
     return blocks.map(torch.Tensor.contiguous)
 
 
-def _blocks(blocks: PackedBlocks) -> tuple[Any, ...]:
-    codes, scale = blocks.codes, blocks.scale
-    pointers = codes.data_ptr(), scale.data_ptr(), blocks.offset.data_ptr()
-    return _format(blocks.format), codes.shape[2], *pointers, *codes.stride()[:3], *scale.stride()[:3]
+def _record(blocks: PackedBlocks) -> Any:
+    """Blocks as the module reads them; kept with them, since most steps read the blocks of the one before."""
+    record = blocks.prepared.get(CpuKernels.name)
+    if record is None:
+        whole = _whole_groups(blocks)
+        codes, scale, offset = whole.codes, whole.scale, whole.offset
+        record = _kernels.Blocks(
+            _format(blocks.format),
+            None if whole is blocks else whole,
+            codes.shape[2],
+            codes.data_ptr(),
+            scale.data_ptr(),
+            offset.data_ptr(),
+            codes.stride()[:3],
+            scale.stride()[:3],
+        )
+        # a copy is made anew each time, as what it was made of may change
+        if whole is blocks:
+            blocks.prepared[CpuKernels.name] = record
+    return record
 
 
 @functools.lru_cache(maxsize=256)

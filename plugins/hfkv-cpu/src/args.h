@@ -96,11 +96,14 @@ struct Matmul {
 // One instruction set's kernels. `scratch` is 64-byte aligned and as large as the matching function says, in floats.
 struct Kernels {
     const char* name;
+    // the most rows that a unit should have; asked before there is a plan
+    int64_t (*unit_rows)(const Attend&);
     int64_t (*attend_scratch)(const Attend&);
     int64_t (*partial_size)(const Attend&);
-    void (*attend)(const Attend&, int64_t unit, float* scratch);
-    // joins the splits of the `index`-th (batch, kv_head, block of rows)
-    void (*merge)(const Attend&, int64_t index);
+    // `rows` is one of (batch, kv_head, block of rows)
+    void (*attend)(const Attend&, int64_t rows, int64_t split, float* scratch);
+    // joins the splits of these rows
+    void (*merge)(const Attend&, int64_t rows);
     int64_t (*convert_scratch)(const Convert&);
     // the `index`-th block of (batch, head, block)
     void (*pack)(const Convert&, int64_t index, float* scratch);

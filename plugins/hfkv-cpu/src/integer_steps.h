@@ -2,7 +2,7 @@
 // are written as digits and multiplied with the codes (integer.h, tiles.h).
 #pragma once
 
-#include "attend.h"
+#include "unit.h"
 
 namespace hfkv {
 namespace HFKV_ISA {
@@ -149,7 +149,7 @@ template <int DIGITS> struct IntegerSteps {
         return largest(maximum(load_halves(halves), load_halves(halves + W)));
     }
 
-    void step(int64_t first, int64_t count) const {
+    void packed_step(int64_t first, int64_t count) const {
         const Format& v = a.values.format;
         const int64_t tokens = count * GROUP, length = round_up(tokens, CHUNK);
         const int64_t at = scale_of(a.values, unit.batch, unit.kv_head, first);
@@ -171,14 +171,16 @@ template <int DIGITS> struct IntegerSteps {
             return p;
         });
     }
+
+    void exact_step(int64_t first, int64_t count) const { unit.exact_step(first, count); }
 };
 
-template <int DIGITS> static void integer_steps(Unit& unit, int64_t begin, int64_t end) {
+template <int DIGITS> static void integer_steps(Unit& unit, const Unit::Part& part) {
 #if defined(__AMX_INT8__)
     const TileConfig config(TileRows(unit.rows * DIGITS));
 #endif
     const IntegerSteps<DIGITS> steps(unit);
-    for (int64_t b = begin; b < end; b += unit.room.step) steps.step(b, smaller(unit.room.step, end - b));
+    unit.take_steps(part, steps);
 }
 
 }  // namespace HFKV_ISA

@@ -13,7 +13,7 @@
 namespace hfkv {
 extern const Kernels TABLE_OF(HFKV_ISA);
 const Kernels TABLE_OF(HFKV_ISA) = {
-    NAME_OF(HFKV_ISA),         HFKV_ISA::attend_scratch, HFKV_ISA::partial_size, HFKV_ISA::attend,
+    NAME_OF(HFKV_ISA), HFKV_ISA::unit_rows, HFKV_ISA::attend_scratch, HFKV_ISA::partial_size, HFKV_ISA::attend,
     HFKV_ISA::merge, HFKV_ISA::convert_scratch, HFKV_ISA::pack, HFKV_ISA::unpack,
     HFKV_ISA::matmul_shared, HFKV_ISA::matmul_scratch, HFKV_ISA::matmul_prepare, HFKV_ISA::matmul, HFKV_ISA::expand,
 };

@@ -32,10 +32,11 @@ extern const Kernels kernels_avx512_amx;
 namespace {
 
 #if defined(HFKV_AMX)
-// whether the processor has tiles of bytes, and Linux gives them to this process (XFEATURE_XTILEDATA)
+// whether the processor has tiles, of bytes and of bfloat16, and Linux gives them to this process (XFEATURE_XTILEDATA)
 bool has_tiles() {
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
+    // bfloat16, tiles, int8
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
@@ -103,32 +104,29 @@ Tensor tensor_from(const nb::tuple& t) {
     return r;
 }
 
-// (format, number of blocks, pointers to codes, scale and offset, strides of the codes' and of the scales' batch, heads
-// and blocks)
-Blocks blocks_from(const nb::tuple& t) {
-    const OwnedFormat& own = nb::cast<const OwnedFormat&>(t[0]);
-    Blocks r;
+// The record of packed blocks, made once for all calls that read them.
+void init_blocks(Blocks* blocks, const OwnedFormat& own, nb::object, int64_t count, uintptr_t codes, uintptr_t scale,
+                 uintptr_t offset, const nb::tuple& codes_strides, const nb::tuple& scale_strides) {
+    Blocks& r = *new (blocks) Blocks{};
     r.format = own.format;
     r.format.levels = own.levels.data();
-    r.count = nb::cast<int64_t>(t[1]);
-    r.codes = reinterpret_cast<uint8_t*>(nb::cast<uintptr_t>(t[2]));
-    r.scale = reinterpret_cast<uint16_t*>(nb::cast<uintptr_t>(t[3]));
-    r.offset = reinterpret_cast<uint16_t*>(nb::cast<uintptr_t>(t[4]));
+    r.count = count;
+    r.codes = reinterpret_cast<uint8_t*>(codes);
+    r.scale = reinterpret_cast<uint16_t*>(scale);
+    r.offset = reinterpret_cast<uint16_t*>(offset);
     int64_t* strides[] = {&r.codes_batch, &r.codes_head, &r.codes_block, &r.scale_batch, &r.scale_head, &r.scale_block};
-    for (int i = 0; i < 6; i++) *strides[i] = nb::cast<int64_t>(t[5 + i]);
-    return r;
+    for (int i = 0; i < 6; i++) *strides[i] = nb::cast<int64_t>(i < 3 ? codes_strides[i] : scale_strides[i - 3]);
 }
 
-// rows that share one pass over the packed blocks: their sums and scores stay in the second-level cache
-constexpr int64_t UNIT_ROWS = 64;
-// tokens of the smallest part that a context is split into, and the parts that each thread should find to do
-constexpr int64_t PART_TOKENS = 256, PARTS_PER_THREAD = 8;
+// tokens of the smallest part that a context is split into, and the parts that each thread should find to do: a part begins
+// with what no cache holds yet
+constexpr int64_t PART_TOKENS = 256, PARTS_PER_THREAD = 3;
 // numbers in a cache so small that waking a thread takes longer
 constexpr int64_t SMALL = 1 << 16;
 
-void make_plan(Attend& a, int& threads) {
-    const int64_t rows = a.heads / a.kv_heads * a.queries;
-    a.row_blocks = (rows + UNIT_ROWS - 1) / UNIT_ROWS;
+void make_plan(const Kernels& kernels, Attend& a, int& threads) {
+    const int64_t rows = a.heads / a.kv_heads * a.queries, most = kernels.unit_rows(a);
+    a.row_blocks = (rows + most - 1) / most;
     a.unit_rows = (rows + a.row_blocks - 1) / a.row_blocks;
     const int64_t work = a.batch * a.kv_heads * a.row_blocks;
     const int64_t tokens = a.keys.count * a.keys.format.block_length + a.exact_length;
@@ -148,7 +146,7 @@ template <typename Args> struct Call {
 };
 
 void run_attend(int isa, int threads, const nb::tuple& query, const nb::tuple& exact_keys, const nb::tuple& exact_values,
-                const nb::tuple& keys, const nb::tuple& values, nb::object mask, const nb::tuple& output, uintptr_t lse,
+                const Blocks& keys, const Blocks& values, nb::object mask, const nb::tuple& output, uintptr_t lse,
                 const nb::tuple& sizes, double scale, bool causal) {
     const Kernels& kernels = kernels_of(isa);
     Attend a{};
@@ -156,8 +154,8 @@ void run_attend(int isa, int threads, const nb::tuple& query, const nb::tuple& e
     a.exact_keys = tensor_from(exact_keys);
     a.exact_values = tensor_from(exact_values);
     a.output = tensor_from(output);
-    a.keys = blocks_from(keys);
-    a.values = blocks_from(values);
+    a.keys = keys;
+    a.values = values;
     if (!mask.is_none()) a.mask = tensor_from(nb::cast<nb::tuple>(mask));
     a.lse = reinterpret_cast<float*>(lse);
     int64_t* fields[] = {&a.batch, &a.heads, &a.kv_heads, &a.queries, &a.exact_length, &a.sink};
@@ -166,7 +164,7 @@ void run_attend(int isa, int threads, const nb::tuple& query, const nb::tuple& e
     a.causal = causal;
 
     nb::gil_scoped_release release;
-    make_plan(a, threads);
+    make_plan(kernels, a, threads);
     a.partial_size = kernels.partial_size(a);
     const int64_t blocks_of_rows = a.batch * a.kv_heads * a.row_blocks, units = blocks_of_rows * a.splits;
     const int64_t partial = a.splits > 1 ? (units * a.partial_size + 15) / 16 * 16 : 0;
@@ -175,7 +173,9 @@ void run_attend(int isa, int threads, const nb::tuple& query, const nb::tuple& e
     Call<Attend> call{kernels, a, a.partial + partial, size};
     const auto work = [](void* context, int64_t index, int worker) {
         const auto& c = *static_cast<const Call<Attend>*>(context);
-        c.kernels.attend(c.args, index, c.memory + c.size * worker);
+        // the last parts hold the exact tokens and take longest: they come first
+        const int64_t count = c.args.batch * c.args.kv_heads * c.args.row_blocks;
+        c.kernels.attend(c.args, index % count, c.args.splits - 1 - index / count, c.memory + c.size * worker);
     };
     parallel(units, threads, work, &call);
     if (a.splits == 1) return;
@@ -187,9 +187,9 @@ void run_attend(int isa, int threads, const nb::tuple& query, const nb::tuple& e
 }
 
 template <bool PACK>
-void run_convert(int isa, int threads, const nb::tuple& states, const nb::tuple& blocks, int64_t batch, int64_t heads) {
+void run_convert(int isa, int threads, const nb::tuple& states, const Blocks& blocks, int64_t batch, int64_t heads) {
     const Kernels& kernels = kernels_of(isa);
-    Convert args{batch, heads, tensor_from(states), blocks_from(blocks)};
+    Convert args{batch, heads, tensor_from(states), blocks};
     nb::gil_scoped_release release;
     const int64_t count = batch * heads * args.blocks.count;
     if (count * args.blocks.format.block_length * args.blocks.format.head_dim < SMALL) threads = 1;
@@ -245,14 +245,18 @@ std::vector<std::string> isa_names() {
 }  // namespace hfkv
 
 NB_MODULE(_kernels, m) {
+    using namespace nb::literals;
     m.doc() = "The compiled kernels of hfkv-cpu; hfkv_cpu.kernels calls them.";
     nb::class_<hfkv::OwnedFormat>(m, "Format")
         .def(nb::init<int, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const std::vector<float>&,
                       int64_t, bool>());
+    // what the record points to lives as long as it: the format's levels, and the owner of the memory, if it is given one
+    nb::class_<hfkv::Blocks>(m, "Blocks")
+        .def("__init__", &hfkv::init_blocks, "format"_a, "owner"_a.none(), "count"_a, "codes"_a, "scale"_a, "offset"_a,
+             "codes_strides"_a, "scale_strides"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
     nb::class_<hfkv::OwnedGrid>(m, "Grid").def(nb::init<int, float, const std::vector<float>&>());
     m.def("isa_names", &hfkv::isa_names, "The instruction sets that this processor has, best first.");
     m.def("threads_from", &hfkv::threads_from, "Whose threads do the work: \"openmp\" (torch's own) or \"std::thread\".");
-    using namespace nb::literals;
     m.def("attend", &hfkv::run_attend, "isa"_a, "threads"_a, "query"_a, "exact_keys"_a, "exact_values"_a, "keys"_a, "values"_a,
           "mask"_a.none(), "output"_a, "lse"_a, "sizes"_a, "scale"_a, "causal"_a);
     m.def("pack", &hfkv::run_convert<true>, "isa"_a, "threads"_a, "states"_a, "blocks"_a, "batch"_a, "heads"_a);

@@ -61,6 +61,7 @@ class TileConfig {
     asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(stride)) : "memory")
 #define CLEAR_TILE(tile) asm volatile("tilezero %%tmm" #tile : :)
 #define ADD_TILES(sums, digits, codes) asm volatile("tdpbsud %%tmm" #codes ", %%tmm" #digits ", %%tmm" #sums : :)
+#define ADD_PAIRS(sums, rows, columns) asm volatile("tdpbf16ps %%tmm" #columns ", %%tmm" #rows ", %%tmm" #sums : :)
 
 // The codes of an operand as tiles: of each chunk one for the first and one for the second half of the elements.
 template <int BITS> static void spread_tiles(const Operand& operand, uint8_t* tiles) {
@@ -138,11 +139,6 @@ template <bool TWO> INLINE void store_tiles(const TileRows& shared, int32_t* sum
 // The unit that multiplies tiles sleeps after some 300 ns without work, and takes longer than that to wake: a product of
 // whatever is there keeps it awake.
 INLINE void stay_awake() { ADD_TILES(0, 4, 6); }
-
-#undef LOAD_TILE
-#undef STORE_TILE
-#undef CLEAR_TILE
-#undef ADD_TILES
 
 }  // namespace HFKV_ISA
 }  // namespace hfkv

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -102,6 +105,53 @@ def test_a_chunk_whose_last_rows_are_few(isa):
     """Rows are shared out evenly, 64 at most: here the last part has one, and room for 64."""
     view = make_view(kv_heads=1, head_dim=64, blocks=2, exact=5)
     check(view, torch.randn(1, 1, 4033, 64), isa=isa)
+
+
+@pytest.mark.parametrize("group_size", [8, 24, 32, 64, 136, 256])
+@pytest.mark.parametrize("key_axis", ["channel", "token"])
+@pytest.mark.parametrize("value_axis", ["channel", "token"])
+@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(64, 64), (80, 40), (18, 20)])
+def test_chunks_of_bfloat16(group_size, key_axis, value_axis, head_dim, value_head_dim):
+    """Rows enough for tiles of bfloat16, where there are any: every geometry, and numbers that fill no tile."""
+    view = make_view(
+        group_size=group_size,
+        key_axis=key_axis,
+        value_axis=value_axis,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        blocks=3,
+        exact=141,
+        dtype=torch.bfloat16,
+        strided=True,
+    )
+    check(view, torch.randn(1, 6, 35, head_dim).bfloat16(), causal=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_chunks_of_bfloat16_with_masks(threads):
+    """A row that sees nothing in one part of the context, or nowhere; batches, and parts that threads share."""
+    view = make_view(batch=2, head_dim=64, blocks=40, grown=True, dtype=torch.bfloat16)
+    mask = torch.rand(2, 1, 21, view.length) < 0.7
+    mask[0, :, 3, : view.length // 2] = False
+    mask[1, :, 7] = False
+    query = torch.randn(2, 4, 21, 64).bfloat16()
+    with with_threads(threads):
+        output, _ = check(view, query, mask)
+        check(view, query, torch.where(mask, torch.randn(mask.shape), -torch.inf))
+    assert (output[1, :, 7] == 0).all()
+
+
+def test_copies_of_a_view_are_read_where_they_are():
+    """The addresses of blocks are kept with them, and no copy takes them along."""
+    view = make_view(head_dim=64)
+    query = torch.randn(1, 4, 1, 64)
+    expected, _ = check(view, query)
+    copies = copy.deepcopy(view), pickle.loads(pickle.dumps(view))
+    for blocks in (view.keys, view.values):
+        blocks.scale.zero_()
+    for other in copies:
+        output, _ = check(other, query)
+        assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)

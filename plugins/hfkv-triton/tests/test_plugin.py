@@ -35,9 +35,9 @@ def test_plugin_module_loads_neither_triton_nor_torch():
 def forced(monkeypatch):
     """Ask for these kernels, as the environment does."""
     monkeypatch.setenv("HFKV_KERNELS", "triton")
-    kernels.select.cache_clear()
+    kernels.forget_choices()
     yield
-    kernels.select.cache_clear()
+    kernels.forget_choices()
 
 
 @pytest.mark.parametrize(
