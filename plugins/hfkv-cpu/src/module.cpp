@@ -246,6 +246,8 @@ std::vector<std::string> isa_names() {
 
 NB_MODULE(_kernels, m) {
     using namespace nb::literals;
+    // formats are kept for as long as the process runs, and blocks for as long as a cache that may outlive the module
+    nb::set_leak_warnings(false);
     m.doc() = "The compiled kernels of hfkv-cpu; hfkv_cpu.kernels calls them.";
     nb::class_<hfkv::OwnedFormat>(m, "Format")
         .def(nb::init<int, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const std::vector<float>&,
