@@ -13,7 +13,7 @@ from transformers.utils.logging import tqdm
 from hfkv.weights import RoundedLinear
 
 from .calibration import Moments, batches, record, texts
-from .folds import Shared, shared_inputs
+from .folds import Shared, own_inputs, shared_inputs
 from .search import Round, best_scale, best_share, clipped
 
 
@@ -29,14 +29,19 @@ class Found:
         How much of each group's largest magnitude is kept ``[outputs, groups]``, or None for all.
     group
         Inputs of a group.
+    scale
+        What the layer divides its input by ``[inputs]``, or None where that is folded.
     """
 
     features: torch.Tensor | None
     share: torch.Tensor | None
     group: int
+    scale: torch.Tensor | None = None
 
-    def clip(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight ``[outputs, inputs]`` within its ranges, outlier features aside."""
+    def fit(self, weight: torch.Tensor) -> torch.Tensor:
+        """What is rounded of a weight ``[outputs, inputs]``: times the scale, within its ranges, outliers aside."""
+        if self.scale is not None:
+            weight = weight * self.scale
         if self.share is None:
             return weight
         if self.features is None:
@@ -51,11 +56,13 @@ class _Layer:
     def __init__(self, name: str, linear: nn.Linear, empty: RoundedLinear) -> None:
         self.name, self.linear, self.empty = name, linear, empty
         self.features: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None
 
     @property
     def weight(self) -> torch.Tensor:
-        """``[outputs, inputs]`` float32, outlier features aside."""
+        """``[outputs, inputs]`` float32: times the scale that is kept, outlier features aside."""
         weight = self.linear.weight.detach().float()
+        weight = weight if self.scale is None else weight * self.scale
         return weight if self.features is None else weight.index_fill(1, self.features, 0)
 
     @property
@@ -81,14 +88,19 @@ class _Layer:
 def calibrate(model: Any, layer_class: Any, targets: Mapping[str, Any]) -> dict[str, Found]:
     """Scale a model's layers for a text; the model computes what it did.
 
-    An input is divided only where all layers that read it, and the layer whose rows are divided for it, are targets.
+    An input is divided only where all layers that read it, and the layer whose rows are divided for it, are targets
+    whose scales are folded; or else in the layer, where its options say ``fold=False``.
 
     Returns
     -------
     dict
         What the search found, by the name of the layer. Layers outside the decoder's have none.
     """
-    groups = [group for group in shared_inputs(model) if any(name in targets for name in group.linears)]
+    folded = {name: options for name, options in targets.items() if options.fold}
+    kept = {name: options for name, options in targets.items() if not options.fold}
+    groups = own_inputs(model, kept)
+    if folded:
+        groups += [group for group in shared_inputs(model) if any(name in folded for name in group.linears)]
     if not groups:
         return {}
     pieces = texts(model, next(iter(targets.values())))
@@ -98,8 +110,9 @@ def calibrate(model: Any, layer_class: Any, targets: Mapping[str, Any]) -> dict[
     with tqdm(total=len(runs) * len(pieces) + len(groups), desc="Calibrating weights") as bar:
         for run in runs:
             for group, moments in zip(groups[run], record(model, readers[run], pieces, bar.update), strict=True):
-                layers = [_layer(model, name, layer_class, targets[name]) for name in group.linears if name in targets]
-                found.update(_search(group, layers, moments, targets))
+                among = kept if group.kept else folded
+                layers = [_layer(model, name, layer_class, among[name]) for name in group.linears if name in among]
+                found.update(_search(group, layers, moments, among))
                 bar.update()
     return found
 
@@ -121,7 +134,10 @@ def _search(group: Shared, layers: list[_Layer], moments: Moments, targets: Mapp
         )
         scale = group.source.divide(scale)
         for layer in layers:
-            layer.linear.weight.copy_(layer.linear.weight.float() * scale)
+            if group.kept:
+                layer.scale = scale
+            else:
+                layer.linear.weight.copy_(layer.linear.weight.float() * scale)
         gram = gram / scale / scale[:, None]
     return {layer.name: _clip(layer, gram) for layer in layers}
 
@@ -130,4 +146,4 @@ def _clip(layer: _Layer, gram: torch.Tensor) -> Found:
     grid = layer.empty.grid
     group = layer.linear.in_features if grid.per_tensor else grid.group
     share = best_share(layer.weight, layer.round, gram, group) if layer.empty.options.clip else None
-    return Found(layer.features, share, group)
+    return Found(layer.features, share, group, layer.scale)

@@ -2,16 +2,20 @@
 
 A norm's output is divided through its weight. The output of ``v_proj`` reaches ``o_proj`` through a weighted mean, and
 that of ``up_proj`` reaches ``down_proj`` through a product: both are divided through the rows of the earlier layer.
+Where none of that is known, a layer can divide its input itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+# of a scale that a layer keeps
+KEPT_DTYPE = torch.bfloat16
 
 
 class Source(Protocol):
@@ -74,6 +78,19 @@ class RowSource:
 
 
 @dataclass(frozen=True)
+class LayerSource:
+    """The layer itself, which divides its input in every forward."""
+
+    def shared(self, values: torch.Tensor) -> torch.Tensor:
+        """Each feature has a scale of its own."""
+        return values
+
+    def divide(self, scale: torch.Tensor) -> torch.Tensor:
+        """Rounded as it is stored, so that the weight is multiplied by what the input is divided by."""
+        return scale.to(KEPT_DTYPE).float()
+
+
+@dataclass(frozen=True)
 class Shared:
     """Linear layers that read the same input.
 
@@ -84,12 +101,15 @@ class Shared:
     source
         Where the input can be divided.
     writer
-        The name of the linear layer whose rows ``source`` divides, or None for a norm.
+        The name of the linear layer whose rows ``source`` divides, or None.
+    kept
+        Whether the layer divides its input itself: nothing of the model is changed.
     """
 
     linears: tuple[str, ...]
     source: Source
     writer: str | None = None
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +152,7 @@ def shared_inputs(model: Any) -> list[Shared]:
     if family is None:
         raise NotImplementedError(
             f"'awq' folds scales into the layers before, and does not know those of {type(model).__name__} ({kind!r}). "
-            f"It knows: {', '.join(sorted(FAMILIES))}. Fix: another backend, such as 'hqq', which needs no calibration"
+            f"It knows: {', '.join(sorted(FAMILIES))}. Fix: fold=False, which keeps the scales in each layer"
         )
     found: list[Shared] = []
     for name, module in model.named_modules():
@@ -140,6 +160,13 @@ def shared_inputs(model: Any) -> list[Shared]:
         if all(part in children for part in (*_PARTS, family.mlp_norm)):
             found.extend(_of_layer(name, children, family))
     return found
+
+
+def own_inputs(model: Any, names: Iterable[str]) -> list[Shared]:
+    """Each of the layers by itself, the output head aside: it divides its input."""
+    head = model.get_output_embeddings()
+    inner = [name for name in names if head is None or model.get_submodule(name) is not head]
+    return [Shared((name,), LayerSource(), kept=True) for name in inner]
 
 
 def _of_layer(name: str, children: dict[str, Any], family: Family) -> Iterator[Shared]:

@@ -18,6 +18,7 @@ class AwqOptions(RoundedOptions):
 
     symmetric: bool = option(False, "False stores an offset too; True: zero is on the grid and only a scale is stored")
     clip: bool = option(True, "narrow each group's range where that lowers the error on the text")
+    fold: bool = option(True, "True: inputs are divided in the layers before, at no cost; False: in each layer itself")
     outlier_features: int = option(0, "so many input features of each layer, those that cost most, keep 16 bits")
     calibration_text: str | None = option(None, "the text; by default Python's own help", saved=False)
     calibration_file: str | Path | None = option(None, "a file with the text", saved=False)
@@ -29,6 +30,7 @@ class AwqOptions(RoundedOptions):
         """Check the values and how they go together."""
         super().__post_init__()
         check_choice("clip", self.clip, (True, False))
+        check_choice("fold", self.fold, (True, False))
         check_length("outlier_features", self.outlier_features)
         check_length("calibration_tokens", self.calibration_tokens, minimum=1)
         given = [name for name in SOURCES if getattr(self, name) is not None]

@@ -19,5 +19,7 @@ def hfkv_weight_quantizers() -> Iterator[hfkv.WeightQuantizerSpec]:
             {"nbits": 4, "group_size": 64, "calibration_ids": _IDS},
             {"nbits": 3, "symmetric": True, "clip": False, "calibration_ids": _IDS},
             {"nbits": 4, "outlier_features": 2, "calibration_ids": _IDS},
+            {"nbits": 4, "fold": False, "calibration_ids": _IDS},
+            {"nbits": 3, "fold": False, "outlier_features": 2, "calibration_ids": _IDS},
         ),
     )

@@ -84,6 +84,7 @@ def test_default_text_is_read_evenly_and_begins_as_the_tokenizer_begins(tokenize
         ({"calibration_tokens": 0}, "calibration_tokens=0 must be an integer of at least 1"),
         ({"outlier_features": -1}, "outlier_features=-1 must be"),
         ({"clip": "yes"}, "clip='yes' is not supported"),
+        ({"fold": None}, "fold=None is not supported"),
         ({"layers": {"0": {"calibration_text": "a"}}}, r"layers\['0'\] has 'calibration_text', which is of the whole"),
     ],
 )
