@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from hfkv.testing.weights import small_model
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
@@ -82,19 +78,14 @@ def test_table_that_does_not_say_how_it_was_made_is_refused(tmp_path):
 
 
 @pytest.fixture
-def tiny(tmp_path):
-    """A model whose tokens are letters."""
-    made = Tokenizer(
-        models.WordLevel({letter: index for index, letter in enumerate("?abcdefghijklmnopqrstuvwxyz ,")}, "?")
-    )
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    small_model().save_pretrained(tmp_path / "tiny")
-    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?").save_pretrained(tmp_path / "tiny")
-    yield tmp_path / "tiny"
+def no_bars():
+    """The benchmark switches them off."""
+    yield
     transformers.logging.enable_progress_bar()
 
 
-def test_weights_are_measured_in_parts(tiny, tmp_path, capsys):
+@pytest.mark.usefixtures("no_bars")
+def test_weights_are_measured_in_parts(model_folder, tmp_path, capsys):
     weights = importlib.import_module("weights")
     file = tmp_path / "figures" / "weights.json"
     file.parent.mkdir()
@@ -102,7 +93,7 @@ def test_weights_are_measured_in_parts(tiny, tmp_path, capsys):
     def measured(*words):
         fixed = [
             "--model",
-            str(tiny),
+            str(model_folder),
             "--folder",
             str(tmp_path / "work"),
             "--save",
@@ -132,8 +123,8 @@ def test_weights_are_measured_in_parts(tiny, tmp_path, capsys):
     assert all(isinstance(value, float) for name, value in rows[two].items() if name != "weights")
     assert (rows[eight]["trip"], rows[two]["trip"]) == (0, 0)
     assert rows[eight]["kl"] < 0.01 * rows[two]["kl"]
-    # 16 bits for each of 768 rows of 128 inputs and 128 of 192; 32 for a group of 64
-    assert (rows[eight]["bits"], rows[two]["bits"]) == (pytest.approx(8 + 16 * 896 / 122_880, rel=1e-3), 2.5)
+    # 16 bits for each of 512 rows of 64 inputs and 128 of 128; 32 for a group of 64
+    assert (rows[eight]["bits"], rows[two]["bits"]) == (pytest.approx(8 + 16 * 640 / 49_152, rel=1e-3), 2.5)
     assert found["command"].endswith(f"--tokens 32 --repeats 2 --weights {eight} --weights {two}")
     assert "OMP_NUM_THREADS=" in found["command"]
     assert figures.load(file.parent) == [found]
