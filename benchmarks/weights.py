@@ -14,7 +14,7 @@ A long table is made in pieces: ``--folder`` keeps the quantized models, ``--par
 
     python benchmarks/weights.py --folder work --save table.json --part quality --weights rtn-nf4 --weights hqq-int4
     python benchmarks/weights.py --folder work --save table.json --part trip --weights rtn-nf4 --weights hqq-int4
-    python benchmarks/weights.py --folder work --save table.json --part speed      # of every setting, when it is quiet
+    python benchmarks/weights.py --folder work --save table.json --part speed    # of all that the folder has
 """
 
 from __future__ import annotations
@@ -157,6 +157,11 @@ def place(arguments: argparse.Namespace, text: str) -> Path:
     return arguments.folder / text.replace(":", "_")
 
 
+def model_folder(arguments: argparse.Namespace, text: str) -> Path:
+    """What was saved of it, and moved."""
+    return place(arguments, text) / "moved"
+
+
 @torch.no_grad()
 def some_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """``[1, tokens, vocabulary]``: of a short prompt, and of a token alone, which takes the way of decoding."""
@@ -175,7 +180,7 @@ def keep(model: Any, ids: torch.Tensor, folder: Path) -> None:
 def trip(arguments: argparse.Namespace) -> Found:
     """Load what was saved and moved, and compare what it computes."""
     for text in arguments.weights:
-        model = AutoModelForCausalLM.from_pretrained(place(arguments, text) / "moved")
+        model = AutoModelForCausalLM.from_pretrained(model_folder(arguments, text))
         before = torch.load(place(arguments, text) / "logits.pt")
         # as it was saved: rotary frequencies, which no file holds, were in bfloat16 too
         model.to(torch.bfloat16)
@@ -205,7 +210,7 @@ def speed(arguments: argparse.Namespace) -> Found:
     files: dict[str, dict[str, float]] = {}
     for text in arguments.weights:
         start = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(place(arguments, text) / "moved")
+        model = AutoModelForCausalLM.from_pretrained(model_folder(arguments, text))
         loaded = time.perf_counter()
         model.save_pretrained(place(arguments, text) / "again")
         files[text] = {"load": loaded - start, "save": time.perf_counter() - loaded}
@@ -238,9 +243,7 @@ def run_of(part: str, arguments: argparse.Namespace) -> Run:
 
 def measure(part: str, arguments: argparse.Namespace, table: PartTable) -> None:
     """Measure a part, and save the table after each row."""
-    missing = [
-        text for text in arguments.weights if part != "quality" and not (place(arguments, text) / "moved").exists()
-    ]
+    missing = [text for text in arguments.weights if part != "quality" and not model_folder(arguments, text).exists()]
     if missing:
         raise ValueError(f"{arguments.folder} has no {missing[0]}. Fix: first --part quality --weights {missing[0]}")
     run = run_of(part, arguments)
@@ -307,7 +310,11 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(given)
     if arguments.part and arguments.folder is None:
         parser.error("--part works on what is in a folder: add --folder")
-    arguments.weights = arguments.weights or WEIGHTS
+    if arguments.weights is None:
+        made = arguments.part in ("trip", "speed")
+        arguments.weights = [text for text in WEIGHTS if not made or model_folder(arguments, text).exists()]
+    if not arguments.weights:
+        parser.error(f"{arguments.folder} has none of the settings: first --part quality")
     for text in arguments.weights:
         parse_weights(text)
     return arguments

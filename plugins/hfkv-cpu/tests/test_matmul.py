@@ -81,29 +81,32 @@ def check(states, weight, isa=None):
     assert error < TOLERANCE[states.dtype], error
 
 
+def cases(name):
+    """A weight of every shape on a grid, with each dtype."""
+    for shape in SHAPES:
+        weight = make(GRIDS[name], *shape)
+        yield from ((weight, dtype) for dtype in TOLERANCE)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", GRIDS)
 def test_product_is_that_of_the_decoded_weight(name, isa):
-    for inputs, outputs in SHAPES:
-        weight = make(GRIDS[name], inputs, outputs)
-        for dtype in TOLERANCE:
-            for rows in (1, 2, 3, 4, 7):
-                check(torch.randn(rows, inputs).mul(0.1).to(dtype), weight, isa)
+    for weight, dtype in cases(name):
+        for rows in (1, 2, 3, 4, 7):
+            check(torch.randn(rows, weight.inputs).mul(0.1).to(dtype), weight, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", GRIDS)
 def test_decoded_weight_is_the_reference_s_to_the_bit(name, isa):
-    for inputs, outputs in SHAPES:
-        weight = make(GRIDS[name], inputs, outputs)
-        for dtype in TOLERANCE:
-            with poisoned():
-                actual = CpuKernels(isa).dequantize(weight, dtype)
-            if name == "codes of 8 bits from the middle":
-                # the middle is subtracted after the product here
-                torch.testing.assert_close(actual, REFERENCE.dequantize(weight, dtype), rtol=1e-2, atol=1e-4)
-            else:
-                assert torch.equal(actual, REFERENCE.dequantize(weight, dtype))
+    for weight, dtype in cases(name):
+        with poisoned():
+            actual = CpuKernels(isa).dequantize(weight, dtype)
+        if name == "codes of 8 bits from the middle":
+            # the middle is subtracted after the product here
+            torch.testing.assert_close(actual, REFERENCE.dequantize(weight, dtype), rtol=1e-2, atol=1e-4)
+        else:
+            assert torch.equal(actual, REFERENCE.dequantize(weight, dtype))
 
 
 def test_reference_is_a_plain_product():
