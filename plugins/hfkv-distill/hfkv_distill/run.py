@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from transformers import TrainerCallback
 
 from .budget import Budget
@@ -190,10 +191,11 @@ def distill(
             held = measure(student, teacher, data.held_out, options, folder, processing_class)
             stage("measuring the teacher")
             alone = dataclasses.replace(
-                options, objective="ce", alpha=0.0, temperature=1.0, cache=None, train_plain=False
+                options, objective="ce", alpha=0.0, temperature=1.0, cache=None, train_plain=False, bf16=False
             )
             reference = _trainer(teacher, None, data.held_out, alone, folder, processing_class)
             known = {"before": dataclasses.asdict(held), "teacher": reference.evaluate()["eval_perplexity"]}
+            _release(teacher)
             if unfinished is not None:
                 unfinished.keep_measured(known)
         stage("training")
@@ -206,6 +208,7 @@ def distill(
         steps = trainer.state.global_step
         # the optimizer's memory is not needed for what follows
         del trainer
+        _release(student)
         stage("measuring again")
         after = measure(student, teacher, data.held_out, options, folder, processing_class)
     tokens = curve.points[-1].tokens if curve.points else 0
@@ -219,7 +222,14 @@ def measure(
     """A student against its teacher, in full precision, through the cache of the options."""
     plain = dataclasses.replace(options, objective="kl", alpha=0.0, temperature=1.0, bf16=False, train_plain=False)
     found = _trainer(student, teacher, rows, plain, folder, processing_class).evaluate()
+    _release(student)
     return Held(found["eval_kl"], found["eval_top1"], found["eval_perplexity"])
+
+
+def _release(model: Any) -> None:
+    """Undo what a trainer did to a model's forward: the next one would keep it, and with it this one's precision."""
+    extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    vars(model).pop("_is_accelerate_prepared", None)
 
 
 def _trainer(

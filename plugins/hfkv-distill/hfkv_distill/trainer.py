@@ -263,10 +263,15 @@ class DistillationTrainer(Trainer):
                 )
             return None, {}, targets
         wanted = {} if self._matching is None else self._matching.wanted("teacher")
-        # in the student's precision
+        # in the student's precision, its head too
         with self.accelerator.autocast():
             say, states, theirs = ask(self.teacher_model, self._teacher_head, inputs, targets, wanted)
-        return say if self._has_teacher else None, states, theirs
+
+        def say_alike(rows: slice) -> Any:
+            with self.accelerator.autocast():
+                return say(rows)
+
+        return say_alike if self._has_teacher else None, states, theirs
 
     def _run_student(
         self, model: Any, inputs: Mapping[str, Any], targets: Targets, teacher: Teacher | None, states: States,

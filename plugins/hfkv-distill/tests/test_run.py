@@ -100,6 +100,20 @@ def test_a_run_heals_and_says_so(pair, tokenizer):
     assert stages == ["measuring the student", "measuring the teacher", "training", "measuring again"]
 
 
+def test_bfloat16_trains_in_it_and_measures_without(pair, tokenizer):
+    teacher, student = pair
+    seen = {True: set(), False: set()}
+    student.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: seen[student.training].add(output.dtype)
+    )
+    data = texts.examples(tokenizer, TEXT, "numbers", 32, held_out=2)
+    distill(student, teacher, data, RunOptions(steps=2, minutes=None, batch_size=2, bf16=True))
+    assert seen == {True: {torch.bfloat16}, False: {torch.float32}}
+    # and leaves forwards that anybody may use
+    student(data.held_out[0]["input_ids"][None])
+    assert seen[False] == {torch.float32}
+
+
 def test_measured_through_a_cache_it_is_trained_for_it(pair, tokenizer):
     teacher, _ = pair
     found = {}
