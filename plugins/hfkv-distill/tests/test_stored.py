@@ -22,16 +22,20 @@ def weights(trainer):
 @pytest.mark.parametrize("objective", [{}, {"beta": 0.5, "temperature": 2.0, "alpha": 0.2}, {"beta": 1.0}])
 def test_all_outcomes_stored_train_as_the_teacher_does(trainer, llama, ragged, tmp_path, objective):
     rows = ragged(8)
-    online = trainer(data=rows, **objective)
+    # Adam makes steps of gradients that are nothing but rounding
+    plain = {"optim": "sgd", "learning_rate": 0.1}
+    online = trainer(data=rows, **objective, **plain)
+    before = weights(online)
     online.train()
+    assert (weights(online) - before).abs().max() > 1e-2
     stored = store_teacher_logits(
         llama(0), rows, tmp_path / "teacher", top_k=48, temperature=objective.get("temperature", 1.0),
         examples_per_shard=3, batch_size=2, chunk_size=5,
     )  # fmt: skip
-    offline = trainer(teacher=None, data=stored, **objective)
+    offline = trainer(teacher=None, data=stored, **objective, **plain)
     offline.train()
     assert losses(offline) == pytest.approx(losses(online), rel=1e-5)
-    assert (weights(offline) - weights(online)).abs().max() < 1e-5
+    assert (weights(offline) - weights(online)).abs().max() < 1e-6
 
 
 def test_few_outcomes_are_near(trainer, llama, ragged, tmp_path):
