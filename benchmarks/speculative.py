@@ -438,7 +438,8 @@ TITLES = {
     "lookup": ("Speculation with lookup", TIMED),
     "drafts": (
         "Weights and caches in fewer bits as drafts",
-        f"Four tokens at a time, always, after 500 tokens; {TIMED}",
+        "Four tokens at a time, always, after 500 tokens of CPython's help, in one batch. Accepted are of the "
+        "examined tokens: up to and with the first rejected one of a draft.",
     ),
     "halves": (
         "An 8-bit cache that drafts for itself",
