@@ -61,7 +61,7 @@ def test_a_converted_folder_is_converted_again(model_of_bytes, tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_planned_is_what_is_stored(model_of_bytes, tmp_path, options):
-    pytest.importorskip("hfkv_lab")
+    pytest.importorskip("hfkv_lab", reason="hfkv-lab, which plans and evaluates, is not installed")
     out = tmp_path / "out"
     done = convert(model_of_bytes, out, *options.split(), "--tokens", 32, "--context", 64, "--json")
     assert done.exit_code == 0, done.output
@@ -75,7 +75,7 @@ def test_what_is_planned_is_what_is_stored(model_of_bytes, tmp_path, options):
 
 def test_what_was_converted_is_evaluated(model_of_bytes, tmp_path):
     """Latents and layers that share, behind a quantized cache: its cost is measured against the converted model."""
-    pytest.importorskip("hfkv_lab")
+    pytest.importorskip("hfkv_lab", reason="hfkv-lab, which plans and evaluates, is not installed")
     out = tmp_path / "out"
     assert convert(model_of_bytes, out, *"--latent-rank 16 --share-layers [[0,1]] --tokens 32".split()).exit_code == 0
     asked = "--windows 1 --prefill 64 --tokens 32 --part decoding --part layers --json".split()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..latent import NAME, LatentProjection
@@ -72,6 +73,16 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+
+
+def run_watched(model: PreTrainedModel, input_ids: torch.Tensor, handles: Sequence[RemovableHandle]) -> None:
+    """One forward of the decoder over ``[rows, tokens]`` with hooks that are there for it alone."""
+    try:
+        with evaluating(model):
+            model.base_model(input_ids.to(model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def layer_prefix(model: PreTrainedModel) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .decoder import evaluating, layer_and_name, layer_prefix, layers_of, rebuild
+from .decoder import layer_and_name, layer_prefix, layers_of, rebuild, run_watched
 from .measure import log_probabilities
 
 
@@ -107,12 +107,7 @@ def block_influence(model: PreTrainedModel, input_ids: torch.Tensor) -> list[flo
         found.append(1 - float(cosine.mean()))
 
     handles = [layer.register_forward_hook(note) for layer in layers_of(model)]
-    try:
-        with evaluating(model):
-            model.base_model(input_ids.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_watched(model, input_ids, handles)
     return found
 
 

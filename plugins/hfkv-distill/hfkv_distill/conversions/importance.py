@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .decoder import evaluating, layers_of
+from .decoder import layers_of, run_watched
 
 
 @dataclass
@@ -49,12 +49,7 @@ def importance(model: PreTrainedModel, input_ids: torch.Tensor, kv_heads: int) -
         handles.append(layer.self_attn.o_proj.register_forward_pre_hook(_groups(found.groups, kv_heads)))
     for name, module in hidden_norms(model):
         handles.append(module.register_forward_hook(_norm(found, name)))
-    try:
-        with evaluating(model):
-            model.base_model(input_ids.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_watched(model, input_ids, handles)
     return found
 
 

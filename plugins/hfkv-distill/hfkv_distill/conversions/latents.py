@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hfkv.integration import cache_argument
 
 from ..latent import NAME, PROJECTIONS
-from .decoder import evaluating, layer_and_name, layer_prefix, layers_of, rebuild
+from .decoder import evaluating, layer_and_name, layer_prefix, layers_of, rebuild, run_watched
 
 # what the weights count beside the text: enough for an order among directions that it never shows
 _WEIGHTS = 1e-4
@@ -120,12 +120,7 @@ def _second_moments(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[tup
     for index, layer in enumerate(layers_of(model)):
         for name in PROJECTIONS:
             handles.append(getattr(layer.self_attn, name).register_forward_hook(_note(found, (index, name))))
-    try:
-        with evaluating(model):
-            model.base_model(input_ids.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_watched(model, input_ids, handles)
     return found
 
 

@@ -35,6 +35,7 @@ def answers(
         Called with the prompts that are answered, and all.
     """
     found: list[list[int]] = []
+    ends = _ends(model)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for start in range(0, len(prompts), _BATCH):
@@ -45,7 +46,6 @@ def answers(
             output = model.generate(
                 ids, attention_mask=mask, do_sample=True, temperature=_TEMPERATURE, max_new_tokens=new_tokens
             )
-            ends = _ends(model)
             for row, said in zip(asked, output[:, longest:].tolist(), strict=True):
                 # what follows the end is padding
                 end = next((place + 1 for place, token in enumerate(said) if token in ends), len(said))
