@@ -73,7 +73,7 @@ class LosesOneToken(KiviLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         result = super().update(key_states, value_states, *args, **kwargs)
         if self.get_seq_length() == 30:
-            self._exact[1][:, :, self._exact_length - 1] = 0
+            self._exact.values[:, :, self._exact.length - 1] = 0
         return result
 
 
@@ -189,7 +189,7 @@ class CropsTooMuch(KiviLayer):
 
     def _cut(self, length):
         super()._cut(length)
-        self._exact[1][:, :, self.sink_length : self._exact_length] = 0
+        self._exact.values[:, :, self.sink_length : self._exact.length] = 0
 
 
 @caught_by(operations.test_crop, "declare crop=False", **LLAMA, remove=1)
@@ -244,7 +244,7 @@ class KeepsATokenAtReset(KiviLayer):
     """After a reset the first token of the last batch is still there."""
 
     def reset(self):
-        kept = tuple(buffer[:2, :, :1].clone() for buffer in self._exact)
+        kept = tuple(buffer[:2, :, :1].clone() for buffer in self._exact.view())
         device = self.device
         super().reset()
         self.device, self.is_initialized = device, True

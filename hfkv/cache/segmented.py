@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from .. import integration, kernels
+from .exact import ExactStore
 from .layer import KVLayer, LayerContext, StateShape, check_crop
 from .options import CacheOptions
 from .packed import PackedFormat, PackedStore
 from .padding import without_padding
 from .quantizer import KVQuantizer
-from .view import KVHandle, KVView, in_stored_order
+from .view import KVHandle, KVView
 from .window import RECORDED, Window, WindowHandle, WindowView
 
 
@@ -65,8 +66,7 @@ class SegmentedLayer(KVLayer):
         raise NotImplementedError
 
     def _clear(self) -> None:
-        self._exact: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._exact_length = 0
+        self._exact: ExactStore | None = None
         self._packed: tuple[PackedStore, PackedStore] | None = None
         self._order: torch.Tensor | None = None
         self._unsettled = False
@@ -75,6 +75,10 @@ class SegmentedLayer(KVLayer):
         # tokens since the last crop, which another one may take back
         self._uncropped = 0
         self.is_initialized = False
+
+    @property
+    def _exact_length(self) -> int:
+        return 0 if self._exact is None else self._exact.length
 
     @property
     def _packed_length(self) -> int:
@@ -104,7 +108,7 @@ class SegmentedLayer(KVLayer):
         """Rows of the batch; AttributeError while empty, as transformers expects."""
         if self._exact is None:
             raise AttributeError("batch_size is not known before the first tokens")
-        return self._exact[0].shape[0]
+        return self._exact.keys.shape[0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -162,7 +166,7 @@ class SegmentedLayer(KVLayer):
         else:
             self._append(key_states, value_states)
             assert self._exact is not None
-            keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
+            keys, values = self._exact.view()
         packed = None
         if self._packed is not None and self._packed_length:
             packed = self._packed[0].view(), self._packed[1].view()
@@ -181,11 +185,7 @@ class SegmentedLayer(KVLayer):
         return self._packed is not None or self._dropped > 0
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self._exact is None:
-            return None
-        # every step comes by: `narrow` takes a third of the time of an index expression
-        keys, values = self._exact
-        return keys.narrow(2, 0, self._exact_length), values.narrow(2, 0, self._exact_length)
+        return None if self._exact is None else self._exact.view()
 
     @property
     def _recorded(self) -> int:
@@ -198,17 +198,10 @@ class SegmentedLayer(KVLayer):
         return self.sink_length + self.residual_length + self.block_length + recorded
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        count = key_states.shape[2]
-        length = self._exact_length + count
         if self._exact is None:
-            self._exact = (key_states, value_states)
-        elif length <= self._exact[0].shape[2]:
-            for buffer, states in zip(self._exact, (key_states, value_states), strict=True):
-                buffer.narrow(2, self._exact_length, count).copy_(states)
+            self._exact = ExactStore(key_states, value_states)
         else:
-            keys, values = (buffer[:, :, : self._exact_length] for buffer in self._exact)
-            self._exact = torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
-        self._exact_length = length
+            self._exact.append(key_states, value_states)
 
     def steps_ahead(self) -> int | None:
         """Tokens until the next block is packed."""
@@ -218,35 +211,23 @@ class SegmentedLayer(KVLayer):
         """Pack what has left the residual, and hold the rest in buffers of our own."""
         self._unsettled = False
         assert self._exact is not None
-        if self._pack() or self._exact[0].shape[2] == self._room:
-            return
-        # the model's own tensors, views of larger activations as a rule, or a joined run of unusual length
-        keys, values = self._exact
-        self._exact = self._copied(keys, 0, 0), self._copied(values, 0, 0)
-
-    def _copied(self, states: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """A new buffer with the exact tokens, those from ``begin`` to ``end`` left out."""
-        kept = self._exact_length - (end - begin)
-        buffer = states.new_empty(*states.shape[:2], max(kept, self._room), states.shape[3])
-        buffer[:, :, :begin] = states[:, :, :begin]
-        buffer[:, :, begin:kept] = states[:, :, end : self._exact_length]
-        return buffer
+        if not self._pack() and self._exact.room != self._room:
+            # the model's own tensors, or a joined run of unusual length
+            self._exact.cut(0, 0, self._room)
 
     def _attended(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._packed is None:
-            exact = self._exact_states()
-            assert exact is not None
-            return exact
+            assert self._exact is not None
+            return self._exact.view()
         view = self._view().coarse() if self.reads_upper_half else self._view()
         return KVHandle(view, "keys"), KVHandle(view, "values")
 
     def _view(self) -> KVView:
-        exact = self._exact_states()
-        assert exact is not None and self._packed is not None
+        assert self._exact is not None and self._packed is not None
         # the tokens that moved to make room for sinks are among the first to be dropped
         order = None if self._dropped else self._order
         keys, values = (store.view() for store in self._packed)
-        return KVView(*exact, self.sink_length, keys, values, order)
+        return KVView(*self._exact.view(), self.sink_length, keys, values, order)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """All keys and values that are kept, in full precision; None while empty."""
@@ -265,27 +246,24 @@ class SegmentedLayer(KVLayer):
         behind = self._blocks_behind()
         if count == behind == 0:
             return False
-        exact = self._exact_states()
-        assert exact is not None
+        assert self._exact is not None
         if not self._is_split:
             order = self.padding.order(self.sink_length)
             if order is not None and order.shape[1] > self._exact_length:
                 # a chunk of padding came first: wait until every row's sinks are there
                 return False
             self._order = None if order is None else order.to(self.device)
-            exact = in_stored_order(exact[0], self._order), in_stored_order(exact[1], self._order)
+            self._exact.reorder(self._order)
         behind -= self._free(behind)
         # a long prompt's oldest blocks are freed unpacked
         begin = self.sink_length + min(behind, count) * self.block_length
         end = self.sink_length + count * self.block_length
         self._dropped += begin - self.sink_length
         if self.quantizer is not None and end > begin:
-            self._encode(exact, begin, end)
+            self._encode(begin, end)
         if count:
             # new buffers, not a move in place: what attention was handed stays as it is
-            begin = self.sink_length
-            self._exact = self._copied(exact[0], begin, end), self._copied(exact[1], begin, end)
-            self._exact_length -= end - begin
+            self._exact.cut(self.sink_length, end, self._room)
         return count > 0
 
     def _blocks_behind(self) -> int:
@@ -305,9 +283,10 @@ class SegmentedLayer(KVLayer):
         self._dropped += count * self.block_length
         return count
 
-    def _encode(self, exact: tuple[torch.Tensor, torch.Tensor], begin: int, end: int) -> None:
+    def _encode(self, begin: int, end: int) -> None:
         """Pack the exact tokens from ``begin`` to ``end``."""
-        assert self.quantizer is not None
+        assert self.quantizer is not None and self._exact is not None
+        exact = self._exact.keys, self._exact.values
         if self._packed is None:
             self._packed = self._new_store(self.key_format, exact[0]), self._new_store(self.value_format, exact[1])
         start = self.sink_length + self._dropped + self._packed_length
@@ -356,7 +335,8 @@ class SegmentedLayer(KVLayer):
         if length == 0:
             self._clear()
         elif self._packed is None or remove <= self._exact_length - self.sink_length:
-            self._exact_length -= remove
+            assert self._exact is not None
+            self._exact.length -= remove
         elif length < max(self.sink_length, 0 if self._order is None else self._order.shape[1]):
             self._unpack_all(length)
         else:
@@ -369,21 +349,20 @@ class SegmentedLayer(KVLayer):
         device = self.device
         self._clear()
         self.device, self.is_initialized = device, True
-        self._append(states[0][:, :, :length], states[1][:, :, :length])
-        keys, values = states
-        self._exact = self._copied(keys, 0, 0), self._copied(values, 0, 0)
+        self._exact = ExactStore(states[0][:, :, :length], states[1][:, :, :length])
+        self._exact.cut(0, 0, self._room)
 
     def _cut(self, length: int) -> None:
         """Drop blocks; the tokens that are left of a cut one become the residual."""
         assert self._exact is not None and self._packed is not None
         count, rest = divmod(length - self.sink_length - self._dropped, self.block_length)
-        for buffer, store in zip(self._exact, self._packed, strict=True):
+        for buffer, store in zip((self._exact.keys, self._exact.values), self._packed, strict=True):
             if rest:
                 tokens = kernels.unpack(store.view().narrow(count, 1), buffer.dtype)
                 # this block's tokens need no more room than one block, which the buffer always has
                 buffer[:, :, self.sink_length : self.sink_length + rest] = tokens[:, :, :rest]
             store.truncate(count)
-        self._exact_length = self.sink_length + rest
+        self._exact.length = self.sink_length + rest
         if count == 0 and not self._dropped and self._order is None:
             self._packed = None
         elif count == 0 and not self._dropped:
@@ -400,7 +379,7 @@ class SegmentedLayer(KVLayer):
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self._exact is None:
             return
-        self._exact = (function(self._exact[0]), function(self._exact[1]))
+        self._exact.map(function)
         for store in self._packed or ():
             store.map(function)
         if self._order is not None:
@@ -413,7 +392,7 @@ class SegmentedLayer(KVLayer):
     def segments(self) -> Iterator[tuple[str, int]]:
         """Yield ``(segment, bytes)`` of what is stored, room to grow included."""
         if self._exact is not None:
-            yield "exact", sum(buffer.untyped_storage().nbytes() for buffer in self._exact)
+            yield "exact", self._exact.nbytes
         if self._packed is not None:
             yield "packed", sum(store.nbytes for store in self._packed)
 
@@ -430,7 +409,4 @@ class SegmentedLayer(KVLayer):
 
     def elements(self) -> int:
         """Numbers that the layer stands for: keys and values of all tokens that are kept."""
-        if self._exact is None:
-            return 0
-        per_token = sum(buffer.shape[0] * buffer.shape[1] * buffer.shape[3] for buffer in self._exact)
-        return per_token * self.kept_length
+        return 0 if self._exact is None else self._exact.token_elements * self.kept_length
