@@ -1,6 +1,6 @@
 """Speculative decoding: one loop, and what an assistant is built from."""
 
-from .control import DraftLength, Grade
+from .control import DraftLength
 from .drafter import AssistantOptions, Block, Call, Draft, Drafter
 from .rollout import LogitsDrafter, RolloutDrafter, RolloutOptions
 from .stats import Stats
@@ -13,7 +13,6 @@ __all__ = [
     "Draft",
     "DraftLength",
     "Drafter",
-    "Grade",
     "LogitsDrafter",
     "RolloutDrafter",
     "RolloutOptions",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import accumulate
+
+from .budget import Budget
+from .costs import Times, VerificationCosts
 
 SCHEDULES = ("measured", "constant")
 
@@ -19,6 +21,9 @@ _FIRST_PAUSE = 16
 # tokens drafted to find out: at the very first, where the assistant reads the prompt; to learn what a draft costs; and
 # after a pause
 _FIRST, _SECOND, _PROBE = 1, 2, 2
+# a draft is at most this many times as long as the longest that was timed; the first has so many tokens: what one costs
+# is no surprise
+_GROWTH, _FIRST_TIMED = 2, 2
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -31,29 +36,13 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
-@dataclass(frozen=True)
-class Grade:
-    """How good a draft will be, where that shows before it is made: acceptance is learnt for each label apart.
-
-    Attributes
-    ----------
-    label
-        Drafts of one label are accepted about as often as each other.
-    prior
-        How often that is, where nothing was examined yet.
-    """
-
-    label: int
-    prior: float
-
-
 class _Belief:
-    """What is known of the drafts of one grade."""
+    """What is known of drafts whose worth does not show before they are made."""
 
-    def __init__(self, prior: float, probing: bool) -> None:
-        self.accepted, self.examined = prior * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+    def __init__(self) -> None:
+        self.accepted, self.examined = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         # the next draft is to find out, whatever is believed
-        self.probing = probing
+        self.probing = True
         self.waiting, self.pause = 0, _FIRST_PAUSE
 
     @property
@@ -79,26 +68,15 @@ class _Belief:
         self.probing = True
 
 
-class _Times:
-    """The median of the newest times of one thing."""
-
-    def __init__(self) -> None:
-        self._held: deque[float] = deque(maxlen=9)
-        # asked for more often than a time is added
-        self.median: float | None = None
-
-    def add(self, seconds: float) -> None:
-        self._held.append(seconds)
-        self.median = statistics.median(self._held)
-
-
 class DraftLength:
     """Chooses the draft length of each round of one call.
 
-    With ``a`` the acceptance, ``v(g)`` the time to verify ``g`` drafts and ``d`` that of one draft, drafting ``g``
-    tokens gives ``expected_tokens(a, g) / (v(g) + g d)`` tokens a second, and none gives ``1 / v(0)``. The best is
-    taken. Where none is best, drafting stops for some tokens, then tries again; the pause doubles. Where drafting would
-    lose even if all were accepted, there is nothing to try. Drafts of different grades are judged apart.
+    With ``v(g)`` the time to verify ``g`` drafts and ``d`` that of one draft, drafting ``g`` tokens gives ``n(g)``
+    tokens in ``v(g) + g d``, and none gives one in ``v(0)``. The best is taken that the `Budget` bears. ``n(g)`` comes
+    from an assistant that can tell (`Drafter.forecast`), and else from the acceptance ``a`` so far:
+    ``expected_tokens(a, g)``.
+    Where none is best, such an assistant is left alone for some tokens, then tried again; the pause doubles. Where
+    drafting would lose even if all were accepted, there is nothing to try.
 
     All is measured in this call; the next starts afresh.
 
@@ -113,41 +91,66 @@ class DraftLength:
     def __init__(self, most: int, schedule: str) -> None:
         self._most = most
         self._constant = schedule == "constant"
-        self._verify: dict[int, _Times] = {}
-        self._draft = _Times()
-        self._beliefs: dict[int | None, _Belief] = {}
-        self._chosen = self._belief(None)
+        self._costs = VerificationCosts()
+        self._draft = Times()
+        self._belief = _Belief()
+        self._budget = Budget()
+        self._forecast = False
         self._rounds: list[tuple[int, float]] = []
+        self._stopped = self._rested = False
         self.switched_off = 0
 
-    def _belief(self, grade: Grade | None) -> _Belief:
-        label, prior = (None, _PRIOR) if grade is None else (grade.label, grade.prior)
-        if label not in self._beliefs:
-            # where a draft's grade is known before it is made, that is as good as a first try
-            self._beliefs[label] = _Belief(prior, probing=grade is None)
-        return self._beliefs[label]
+    def choose(self, forecast: Sequence[float] | None = None) -> int:
+        """Tokens to draft now.
 
-    @property
-    def acceptance(self) -> float:
-        """The probability that a draft like the last one is accepted, as far as is known."""
-        return self._chosen.acceptance
-
-    def choose(self, grade: Grade | None = None) -> int:
-        """Tokens to draft now."""
+        Parameters
+        ----------
+        forecast
+            The probability that all of the first 1, 2, ... drafts are accepted; None where nobody can tell.
+        """
         if self._constant:
             return self._most
-        belief = self._chosen = self._belief(grade)
+        self._forecast = forecast is not None
         # the first round measures what a forward without a draft costs
-        if not self._verify or belief.waiting > 0:
+        if self.plain_step is None:
             return 0
-        learnt = grade is not None or self._draft.median is not None
+        if forecast is not None:
+            return self._afford(list(accumulate(forecast, initial=1.0))[: self._most + 1])
+        return self._believe()
+
+    def _believe(self) -> int:
+        belief = self._belief
+        if belief.waiting > 0:
+            return 0
+        learnt = self._draft.median is not None
         if belief.probing or not learnt:
-            return min(self._most, _PROBE if learnt else _SECOND if self._rounds else _FIRST)
-        best = self._best(belief.acceptance)
-        if best == 0:
+            length = min(self._most, _PROBE if learnt else _SECOND if self._rounds else _FIRST)
+            return length if not learnt or self._budget.bears(self._cost(length) - 1) else 0
+        tokens = [expected_tokens(belief.acceptance, length) for length in range(self._most + 1)]
+        if self._best(tokens) == 0:
             self.switched_off += 1
             belief.wait()
-        return best
+            return 0
+        return self._afford(tokens)
+
+    def _afford(self, tokens: Sequence[float]) -> int:
+        """The best length by the tokens that 0, 1, ... drafts are expected to bring, of those that may be lost."""
+        timed = max(_FIRST_TIMED, _GROWTH * self._costs.longest)
+        lengths = [
+            length for length in range(min(len(tokens), timed + 1)) if self._budget.bears(self._cost(length) - 1)
+        ]
+        best = self._best(tokens)
+        stopped = best > 0 and len(lengths) < 2
+        self.switched_off += stopped and not self._stopped
+        self._stopped = stopped
+        return max([0, *lengths], key=lambda length: tokens[length] / self._cost(length)) if best else 0
+
+    def _best(self, tokens: Sequence[float]) -> int:
+        return max(range(len(tokens)), key=lambda length: tokens[length] / self._cost(length))
+
+    def _cost(self, length: int) -> float:
+        """Drafting and verifying so many tokens, in plain forwards."""
+        return self._costs.of(length) + length * (self._draft.median or 0.0) / (self.plain_step or 1.0)
 
     def record(self, width: int, drafted: int, progress: int, draft_seconds: float, verify_seconds: float) -> None:
         """Learn from a round.
@@ -161,57 +164,42 @@ class DraftLength:
         progress
             Columns by which all rows got ahead.
         """
-        self._verify.setdefault(width, _Times()).add(verify_seconds)
-        for belief in self._beliefs.values():
-            if belief.waiting > 0:
-                belief.waiting -= progress
-                if belief.waiting <= 0:
-                    self._resume(belief)
+        self._costs.add(width - 1, verify_seconds)
+        belief = self._belief
+        if belief.waiting > 0:
+            belief.waiting -= progress
+            if belief.waiting <= 0:
+                self._resume()
+        first = not self._rounds and not self._forecast
+        if self.plain_step is not None:
+            # what an assistant has to read before its first draft is not held against it; and a forward that another
+            # program delayed was not made dear by its drafts, so that the usual time of its width counts
+            drafting = 0.0 if first else draft_seconds / self.plain_step
+            self._budget.record(progress, self._costs.timed(width - 1) + drafting)
+        rested, self._rested = self._rested, drafted == 0
         if drafted == 0:
             return
-        belief = self._chosen
-        if not belief.probing:
-            # a draft after a pause takes longer: the assistant reads what it has missed
+        if self._forecast or not (belief.probing or rested):
+            # a draft after rounds without one takes longer: the assistant reads what it has missed
             self._draft.add(draft_seconds / drafted)
+        self._rounds.append((drafted, draft_seconds + verify_seconds))
         kept = min(progress - 1, drafted)
         belief.learn(min(kept + 1, drafted), kept)
-        self._rounds.append((drafted, draft_seconds + verify_seconds))
         if belief.probing:
             belief.probing = False
-            if self._best(belief.acceptance) > 0:
+            if self._best([expected_tokens(belief.acceptance, length) for length in range(self._most + 1)]) > 0:
                 belief.pause = _FIRST_PAUSE
 
-    def _resume(self, belief: _Belief) -> None:
-        if self._best(1.0) == 0:
-            belief.wait()
+    def _resume(self) -> None:
+        if self._best([length + 1.0 for length in range(self._most + 1)]) == 0:
+            self._belief.wait()
         else:
-            belief.probe()
-
-    def _best(self, acceptance: float) -> int:
-        speeds = [self._speed(acceptance, length) for length in range(self._most + 1)]
-        return max(range(self._most + 1), key=speeds.__getitem__)
-
-    def _speed(self, acceptance: float, length: int) -> float:
-        draft = self._draft.median or 0.0
-        return expected_tokens(acceptance, length) / (self._verify_seconds(length) + length * draft)
-
-    def _verify_seconds(self, length: int) -> float:
-        """The time of a forward that verifies so many drafts; between and beyond what was measured, on a line."""
-        known = {width - 1: times.median or 0.0 for width, times in self._verify.items()}
-        below = max((point for point in known if point <= length), default=min(known))
-        above = min((point for point in known if point > length), default=None)
-        if below == length or len(known) == 1:
-            return known[below]
-        first, last = (min(known), below) if above is None else (below, above)
-        # a longer forward takes no less: noise must not say so
-        slope = max(0.0, (known[last] - known[first]) / (last - first)) if last > first else 0.0
-        return known[below] + slope * (length - below)
+            self._belief.probe()
 
     @property
     def plain_step(self) -> float | None:
         """The median time of a forward without a draft."""
-        times = self._verify.get(1)
-        return None if times is None else times.median
+        return self._costs.plain
 
     def predicted(self, acceptance: float | None) -> float | None:
         """The speed-up that the formula gives for the drafts of this call, over the rounds that had one."""

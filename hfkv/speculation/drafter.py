@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -17,7 +17,7 @@ import torch
 
 from .. import registry
 from ..cache.options import check_choice, check_length, option
-from .control import SCHEDULES, Grade
+from .control import SCHEDULES
 from .sampling import Noise
 from .tree import Tree
 
@@ -186,10 +186,12 @@ class Drafter(ABC):
         most: int = self.options.most
         return most
 
-    def grade(self, ids: torch.Tensor, known: list[int]) -> Grade | None:
-        """How good the next draft will be, where that can be told before it is made: asked before each round.
+    def forecast(self, ids: torch.Tensor, known: list[int]) -> Sequence[float] | None:
+        """The probability that all of the first 1, 2, ... drafts will be accepted, by all rows that wait for them.
 
-        It is that of the rows with the fewest known tokens, for which the others wait.
+        For an assistant that can tell before it drafts; asked before each round. Counted from the rows with the fewest
+        known tokens; fewer than ``most`` entries where no more can be drafted, none where nothing can. None: nobody can
+        tell, and acceptance is learnt from drafts.
         """
         return None
 

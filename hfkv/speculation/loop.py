@@ -118,7 +118,7 @@ class Speculation:
 
     def _width(self, cached: int) -> int:
         """How many columns may be verified."""
-        limits = [1 + self.length.choose(self.drafter.grade(self.ids, self.known))]
+        limits = [1 + self.length.choose(self.drafter.forecast(self.ids, self.known))]
         if self.criteria.max_length is not None:
             limits.append(self.criteria.max_length - self.common)
         ahead = decoding.steps_ahead(self.cache)

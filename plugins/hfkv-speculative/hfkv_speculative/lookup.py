@@ -7,7 +7,6 @@ of equally long ones the newest; texts handed over come after the text itself.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,13 +14,12 @@ from typing import Any, ClassVar
 import torch
 
 from hfkv.cache import check_length, option
-from hfkv.speculation import AssistantOptions, Block, Call, Draft, Drafter, Grade
+from hfkv.speculation import AssistantOptions, Block, Call, Draft, Drafter
+
+from .copy_evidence import CopyEvidence
 
 # occurrences of a run of min_match tokens that are compared, and how far back a match is extended
 _CANDIDATES, _LONGEST_MATCH = 32, 48
-# matches of so many tokens, and how often what followed them is expected to follow again until that is known
-_MATCHES = (0, 1, 2, 3, 5, 9)
-_GRADES = tuple(Grade(length, prior) for length, prior in zip(_MATCHES, (1.0, 0.3, 0.45, 0.6, 0.8, 0.9), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +87,7 @@ class LookupDrafter(Drafter):
     def __init__(self, call: Call, options: LookupOptions, resources: list[Index]) -> None:
         super().__init__(call, options, resources)
         self._rows: list[Index] = []
+        self._evidence = CopyEvidence()
 
     @classmethod
     def prepare(cls, model: Any, options: LookupOptions) -> list[Index]:
@@ -104,11 +103,18 @@ class LookupDrafter(Drafter):
             found.append(Index(options.min_match, tokens))
         return found
 
-    def grade(self, ids: torch.Tensor, known: list[int]) -> Grade | None:
-        """By the length of the match: what followed a long one follows again, what followed a short one seldom does."""
+    def forecast(self, ids: torch.Tensor, known: list[int]) -> list[float]:
+        """By the length of the match, as copying was right so far."""
         behind = min(known)
-        lengths = [self._match(row, ids, count)[0] for row, count in enumerate(known) if count == behind]
-        return _GRADES[bisect.bisect(_MATCHES, min(lengths)) - 1]
+        joint = [1.0] * self.most
+        for row, count in enumerate(known):
+            # what a row knows beyond the others is certain
+            ahead = count - behind
+            if ahead < self.most:
+                length = self._match(row, ids, count)[0]
+                chances = [1.0] * ahead + self._evidence.chances(length, self.most - ahead)
+                joint = [one * other for one, other in zip(joint, chances, strict=True)]
+        return joint
 
     def propose(self, block: Block) -> Draft:
         """Copy what followed the longest match."""
@@ -124,7 +130,17 @@ class LookupDrafter(Drafter):
         """A row's longest match, the place after it, and the text that it is in."""
         self._rows = self._rows or [Index(self.options.min_match) for _ in ids]
         own = self._rows[row]
-        own.extend(ids[row, len(own.tokens) : known].tolist())
+        if not own.tokens:
+            own.extend(ids[row, :known].tolist())
+        for token in ids[row, len(own.tokens) : known].tolist():
+            # whether a copy would have been right, drafted or not
+            length, place, source = self._longest(own)
+            if length:
+                self._evidence.learn(length, source.tokens[place] == token)
+            own.extend([token])
+        return self._longest(own)
+
+    def _longest(self, own: Index) -> tuple[int, int, Index]:
         recent = own.tokens[-_LONGEST_MATCH:]
         found = (*own.match(recent), own)
         for index in self.resources:
