@@ -96,14 +96,16 @@ def test_prefix_reuse_leaves_the_document_as_it_was(model_folder):
 
 
 def test_endless_chat_stays_in_its_window(model_folder):
-    shown = run("endless_chat", model_folder, "", "6000")
-    lines = re.findall(r"(\d+) tokens seen, (\d+) kept in ([\d,]+) bytes: This is about ", shown)
+    shown = run("endless_chat", model_folder, "", "--characters", "11000")
+    lines = re.findall(r"(\d+) tokens seen, (\d+) kept in ([\d,]+) bytes, [\d.]+ ms per token", shown)
     assert len(lines) >= 3
-    assert int(lines[-1][0]) > 6000
+    assert int(lines[0][0]) < 3000
+    assert int(lines[-1][0]) > 10_000
     assert {kept for _, kept, _ in lines} == {"1024"}
     # sinks, window and the room for an eighth of it, in float32
     stored = {int(size.replace(",", "")) for _, _, size in lines}
     assert stored == {LAYERS * 2 * KV_HEADS * HEAD_DIM * 4 * (4 + 1020 + 127)}
+    assert "memory x 1.00" in shown
 
 
 def test_set_default_holds_until_it_is_taken_back(model_folder):
