@@ -71,6 +71,21 @@ def _for_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention_forward
 
 
+def wrap_expansion(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``expand_kv`` of a latent attention, which makes keys and values of cached latents: of a window's too."""
+    from .cache.window import WindowHandle
+
+    @functools.wraps(original)
+    def expand_kv(self: Any, latents: torch.Tensor, rotary_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(latents, WindowHandle):
+            expanded: tuple[torch.Tensor, torch.Tensor] = original(self, latents, rotary_keys)
+            return expanded
+        view = latents.snapshot.expanded(functools.partial(original, self))
+        return WindowHandle(view, "keys"), WindowHandle(view, "values")
+
+    return expand_kv
+
+
 def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that torch.compile leaves alone, and that costs no more than itself where nothing is compiled."""
     import torch

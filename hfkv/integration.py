@@ -13,6 +13,7 @@ What is patched, and undone by `restore`:
 * ``PreTrainedModel.post_init``: makes the changes of a model's modules that its config asks for;
 * the attention function ``"sdpa"``: reads packed handles without dequantizing them;
 * ``AttentionInterface.get_interface``: lets every attention function, a model's own eager one too, read windows;
+* ``expand_kv`` of a latent attention, once a window is made for its model: makes keys and values of what is kept;
 * the mappings of ``quantizers.auto``: ``quant_method="hfkv"`` is the config and the quantizer of `hfkv.weights`, whose
   `hfkv.weights.hf_quantizer` and `hfkv.weights.encode` implement what transformers asks of a quantizer.
 
@@ -25,6 +26,7 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -314,8 +316,8 @@ def enable_fused_attention() -> None:
     patching.replace(AttentionInterface, "get_interface", attention.wrap_interface)
 
 
-def require_attention(technique: str) -> None:
-    """Make sure that our attention runs, for a cache that no other can read.
+def require_attention(technique: str, model: Any = None) -> None:
+    """Make sure that our attention runs, for a cache that no other can read; on latents too, where the model is known.
 
     Raises
     ------
@@ -327,6 +329,20 @@ def require_attention(technique: str) -> None:
             f"hfkv is not active, and only its attention can read the windows of {technique!r}. Fix: hfkv.activate()"
         )
     enable_fused_attention()
+    if model is not None:
+        for kind in _latent_attentions(model):
+            patching.replace(kind, "expand_kv", attention.wrap_expansion)
+
+
+# by model: one of many experts has tens of thousands of modules to look through
+_latent: weakref.WeakKeyDictionary[Any, frozenset[type]] = weakref.WeakKeyDictionary()
+
+
+def _latent_attentions(model: Any) -> frozenset[type]:
+    """The classes of a model's modules that make keys and values of cached latents."""
+    if model not in _latent:
+        _latent[model] = frozenset(type(module) for module in model.modules() if hasattr(module, "expand_kv"))
+    return _latent[model]
 
 
 @functools.cache

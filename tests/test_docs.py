@@ -54,10 +54,10 @@ def test_documented_name_says_what_it_is(name):
 def test_patches_are_those_of_the_page():
     # in a process of its own: what other tests have patched or restored must not matter
     script = """
-        from transformers import LlamaConfig, LlamaForCausalLM
         import hfkv
         from hfkv import patching
-        hfkv.make_cache("kivi", LlamaConfig(num_hidden_layers=1))
+        from hfkv.testing.models import load
+        hfkv.make_cache("window", load("deepseek_v3", "sdpa").model, window_length=8)
         print(*sorted(name for _, name in patching._patches))
     """
     done = subprocess.run(

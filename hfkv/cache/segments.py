@@ -40,7 +40,7 @@ class Segments(KVLayer):
     ) -> None:
         super().__init__(options, context)
         if window is not None:
-            integration.require_attention(self.technique)
+            integration.require_attention(self.technique, context.model)
         self.sink_length = sink_length
         self.residual_length = residual_length
         self.block_length = block_length

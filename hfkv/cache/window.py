@@ -6,7 +6,8 @@ whatever they say, so a window that keeps them goes on for ever, at positions co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -164,6 +165,19 @@ class WindowView:
         slots = torch.arange(self.window.sink_length, device=device)[None]
         return slots if self.left is None else slots + self.left[:, None]
 
+    def expanded(self, expand: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> WindowView:
+        """The same tokens, with the keys and values that a model makes of what is stored: its latents."""
+        body = (self.body.dense("keys"), self.body.dense("values")) if isinstance(self.body, KVView) else self.body
+        sinks = self.sink_keys, self.sink_values
+        keys, values = expand(*(torch.cat(parts, dim=2) for parts in zip(sinks, body, strict=True)))
+        count = self.window.sink_length
+        return replace(
+            self,
+            sink_keys=keys[:, :, :count],
+            sink_values=values[:, :, :count],
+            body=(keys[:, :, count:], values[:, :, count:]),
+        )
+
     def moved(self, query: torch.Tensor, queries: range) -> torch.Tensor:
         """The queries as the sinks see them: behind by as many positions as there are dropped tokens in between."""
         window = self.window
@@ -199,5 +213,6 @@ class WindowHandle(torch.Tensor):
         raise NotImplementedError(
             f"{func} on the keys or values of a windowed cache, where most tokens are gone and each query sees others. "
             "Only attention that goes through transformers' AttentionInterface can read them, with hfkv active; a "
-            "model whose attention is its own takes no windows"
+            "model whose attention is its own takes no windows, and one that caches latents those of a cache that was "
+            "made for it: hfkv.make_cache(name, model)"
         )

@@ -90,11 +90,16 @@ def _query_by_query(forward: Any, given: dict[str, Any], pattern: Pattern, share
         # only the newest token's row is taken, and it sees all: no mask
         rows, _ = forward(
             hidden_states=states[:, tokens].flatten(0, 1),
-            position_embeddings=tuple(
-                table.expand(len(states), -1, -1)[:, positions].flatten(0, 1) for table in tables
-            ),
+            position_embeddings=_rows_of(tables, len(states), positions),
             attention_mask=None,
             **given,
         )
         output[:, queries] = rows[:, -1].unflatten(0, (len(states), len(queries)))
     return output
+
+
+def _rows_of(tables: Any, batch: int, positions: torch.Tensor) -> Any:
+    """Position embeddings (one tensor, or a tuple of them) of each query's tokens, a row per query."""
+    if isinstance(tables, torch.Tensor):
+        return tables.expand(batch, -1, -1)[:, positions].flatten(0, 1)
+    return tuple(_rows_of(table, batch, positions) for table in tables)

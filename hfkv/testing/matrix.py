@@ -9,7 +9,9 @@ import pytest
 from .models import FAMILIES
 
 every_attention = pytest.mark.parametrize("attention", ["sdpa", "eager"])
-every_family = pytest.mark.parametrize("family", list(FAMILIES))
+# deepseek_v2 caches what deepseek_v3 does, and turns its queries otherwise: what `generate` makes of it is enough
+every_family = pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v2"])
+every_generating_family = pytest.mark.parametrize("family", list(FAMILIES))
 
 
 def families(names: Iterable[str]) -> pytest.MarkDecorator:

@@ -19,6 +19,24 @@ PROMPT_LENGTH = 24
 NEW_TOKENS = 16
 WINDOW = 8
 
+# no experts: an error that sends a token to others says nothing of the cache
+_LATENT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "initializer_range": 0.1,
+}
+
 # what each family is there for stands in its first comment; the sizes are the smallest that show it
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
@@ -84,6 +102,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "feed_forward_proj": "gated-gelu",
         "initializer_factor": 1.4,
         "decoder_start_token_id": START,
+    },
+    "deepseek_v3": {
+        # multi-head latent attention: what is cached is a latent as keys and a rotary key as values, of one head
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v2": {
+        # the same with its rotary embedding in complex numbers, over neighbours
+        "model_type": "deepseek_v2",
+        **_LATENT,
     },
 }
 
@@ -216,7 +246,8 @@ class TinyModel:
     def cost_of_a_token(self) -> float:
         """The unit of ``contract_tolerance``: the least error of the logits when the plain cache loses one token.
 
-        The token's values become zero in every full-attention layer; the error is the largest of the steps that follow.
+        The token's values, or the latent that they are made of, become zero in every full-attention layer; the error is
+        the largest of the steps that follow.
         """
         ids = self.prompt(length=PROMPT_LENGTH + NEW_TOKENS, seed=1)
         expected = self.logits(ids)[:, PROMPT_LENGTH:]
@@ -226,8 +257,9 @@ class TinyModel:
         self.feed(cache, rows[:, :PROMPT_LENGTH])
         for layer in decoder_cache(cache).layers:
             if type(layer) is DynamicLayer and layer.values is not None:
+                states: Any = layer.keys if hasattr(self.model.config, "kv_lora_rank") else layer.values
                 for row, position in enumerate(lost):
-                    layer.values[row, :, position] = 0
+                    states[row, :, position] = 0
         actual = self.feed(cache, rows, chunk=1)
         return float(logits_error(actual, expected).amax(dim=1).min())
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hfkv.testing.cases import CacheCase
-from hfkv.testing.matrix import every_attention, every_decoder, every_family, families
+from hfkv.testing.matrix import every_attention, every_decoder, every_generating_family, families
 from hfkv.testing.models import NEW_TOKENS, PADDING, PROMPT_LENGTH
 from hfkv.testing.oracle import Judge
 
@@ -25,7 +25,7 @@ def check(judge: Judge, output: Any, what: str, hint: str = "") -> None:
     judge.faithful(actual, judge.plain(sequences, actual.shape[1]), what, hint)
 
 
-@every_family
+@every_generating_family
 @every_attention
 def test_greedy(hfkv_case: CacheCase, family: str, attention: str) -> None:
     """Greedy search scores every step as the model without a cache does."""
@@ -34,7 +34,7 @@ def test_greedy(hfkv_case: CacheCase, family: str, attention: str) -> None:
     check(judge, output, "greedy search", "update() stores or returns wrong tokens")
 
 
-@every_family
+@every_generating_family
 @every_attention
 def test_sampling(hfkv_case: CacheCase, family: str, attention: str) -> None:
     """Sampling draws from the right distribution, whatever was drawn before."""
@@ -44,7 +44,7 @@ def test_sampling(hfkv_case: CacheCase, family: str, attention: str) -> None:
     check(judge, output, "sampling", "update() stores or returns wrong tokens")
 
 
-@every_family
+@every_generating_family
 @every_attention
 def test_beam_search(hfkv_case: CacheCase, family: str, attention: str) -> None:
     """Beams that change rows take their keys and values along."""
@@ -56,7 +56,7 @@ def test_beam_search(hfkv_case: CacheCase, family: str, attention: str) -> None:
         check(judge, output, "beam search", "reorder_cache() does not move the rows of everything that is stored")
 
 
-@every_family
+@every_generating_family
 @every_attention
 def test_several_sequences_of_one_prompt(hfkv_case: CacheCase, family: str, attention: str) -> None:
     """With ``num_return_sequences`` each sequence goes on from its own tokens."""
@@ -127,7 +127,7 @@ def test_chunked_prefill(hfkv_case: CacheCase, family: str, attention: str) -> N
     judge.faithful(actual, judge.plain(output.sequences, NEW_TOKENS), what, hint)
 
 
-@every_family
+@every_generating_family
 @every_attention
 def test_assisted_decoding(hfkv_case: CacheCase, family: str, attention: str) -> None:
     """Drafts that the model rejects leave no trace; a cache that cannot crop says so."""
@@ -139,7 +139,7 @@ def test_assisted_decoding(hfkv_case: CacheCase, family: str, attention: str) ->
         _check_drafts(judge, output, "assisted decoding")
 
 
-@every_family
+@every_generating_family
 @every_attention
 def test_prompt_lookup(hfkv_case: CacheCase, family: str, attention: str) -> None:
     """Drafts copied from the prompt leave no trace where they are rejected."""

@@ -185,6 +185,33 @@ def test_stored_in_kivi_it_decodes_what_the_shared_model_computes(family):
     assert float(logits_error(actual, tiny.logits(ids)).max()) > 0.2 * tiny.cost_of_a_token
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 60])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v3", "deepseek_v2"])
+def test_stored_in_a_window_borrowers_see_what_their_donor_keeps(family, chunk):
+    """Against one forward of the shared model whose mask shows the sinks and the window."""
+    from hfkv_crosslayer.reference import reference
+
+    tiny = load(family, "sdpa")
+    ids = tiny.prompt(rows=2, length=60)
+    kept = {"window_length": 9, "sink_length": 3}
+    cache = hfkv.make_cache("crosslayer", tiny.model, store="sink", store_config={"positions": "absolute", **kept})
+    actual = tiny.feed(cache, ids, chunk)
+    assert [layer.tokens for layer in hfkv.memory(cache).layers] == [12] * len(cache.layers)
+    query, token = torch.arange(60)[:, None], torch.arange(60)
+    visible = (token <= query) & ((token < 3) | (token > query - 9))
+    mask = torch.zeros(60, 60).masked_fill(~visible, torch.finfo(torch.float32).min)
+    shared = {tiny.cache_argument: reference(tiny.model, {})}
+    with torch.no_grad():
+        expected = tiny.model(ids, attention_mask=mask[None, None].expand(2, 1, -1, -1), **shared).logits
+    assert float(logits_error(actual, expected).max()) < 1e-3
+    moved = [
+        tiny.feed(hfkv.make_cache("crosslayer", tiny.model, store="sink", store_config=kept), ids, size)
+        for size in (chunk, 60)
+    ]
+    assert float(logits_error(*moved).max()) < 1e-3
+    assert float(logits_error(moved[0], expected).max()) > 0.1 * tiny.cost_of_a_token
+
+
 def test_generate_takes_it_by_name_with_groups_from_a_saved_default(tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(config()).eval()
