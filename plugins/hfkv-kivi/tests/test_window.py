@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfkv
 from hfkv.cache import KVHandle, WindowHandle
+from hfkv.integration import cache_argument
 from hfkv.testing.forgetting import forgetting
 from hfkv.testing.models import WINDOW, load, logits_error
 
@@ -100,6 +102,46 @@ def test_local_layers_of_a_hybrid_model_are_packed_within_their_window(attention
     assert local.tokens == WINDOW
     assert local.packed_bytes > 0
     assert caches[0].is_sliding == [True, False, True, False]
+
+
+HYBRID = {
+    "gemma2": {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16},
+    "gpt_oss": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": 16,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+    },
+    # every layer is local
+    "mistral": {},
+}
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_local_layers_keep_their_own_window_packed_or_not(family):
+    """Scores that are bounded, a logit that takes attention away, and a model of windows alone."""
+    config = AutoConfig.for_model(
+        family, vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=16, initializer_range=0.1, pad_token_id=0, **HYBRID[family],
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(1, 96, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    for packs in (False, True):
+        if family == "mistral" and not packs:
+            with pytest.raises(NotImplementedError, match="works on full-attention layers, and MistralConfig has none"):
+                hfkv.make_cache("kivi", model, **SMALL)
+            continue
+        cache = hfkv.make_cache("kivi", model, **SMALL, quantize_sliding=packs)
+        with torch.no_grad():
+            parts = [model(part, **{cache_argument(model): cache}).logits for part in ids.split([20, 9, *[1] * 21], 1)]
+        assert float(logits_error(torch.cat(parts, dim=1), expected).max()) < 0.05
+        local = hfkv.memory(cache).layers[0]
+        assert local.tokens == 16
+        assert (local.packed_bytes > 0) is packs
 
 
 def test_techniques_mixed_by_layer():

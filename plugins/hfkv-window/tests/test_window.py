@@ -7,8 +7,10 @@ import itertools
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfkv
+from hfkv.integration import cache_argument
 from hfkv.testing.models import TinyModel, load, logits_error
 
 SINK = {"window_length": 8, "sink_length": 2}
@@ -90,6 +92,32 @@ def test_a_long_prompt_is_freed_at_once():
     cache = hfkv.make_cache("sink", tiny.model, **SINK)
     tiny.feed(cache, tiny.prompt(length=500))
     assert hfkv.memory(cache).stored_bytes == 3 * 11 * 256
+
+
+def test_after_100_000_tokens_bytes_are_the_same_and_the_next_token_is_that_of_the_kept_ones():
+    """Of one layer, whose states remember nothing: the model itself, on the kept tokens alone, counted from zero."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        initializer_range=0.1, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(1, 96, (1, 100_000), generator=torch.Generator().manual_seed(0))
+    cache = hfkv.make_cache("sink", model, window_length=60, sink_length=4)
+    stored = set()
+    with torch.no_grad():
+        for part in (*ids[:, :-40].split(2000, dim=1), *ids[:, -40:].split(1, dim=1)):
+            last = model(part, logits_to_keep=1, **{cache_argument(model): cache}).logits
+            stored.add(hfkv.memory(cache).stored_bytes)
+        kept = torch.cat([ids[:, :4], ids[:, -60:]], dim=1)
+        expected = model(kept, use_cache=False, logits_to_keep=1).logits
+        without = model(ids[:, -64:], use_cache=False, logits_to_keep=1).logits
+    # the sinks, the window and the room for an eighth of it
+    assert stored == {(4 + 60 + 60 // 8) * 2 * 32 * 4}
+    # angles of positions of five digits, in float32
+    assert float(logits_error(last, expected).max()) < 0.01
+    assert float(logits_error(without, expected).max()) > 0.05
 
 
 def test_an_append_costs_the_same_however_much_came_before():
