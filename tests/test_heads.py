@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -153,3 +156,53 @@ def test_wrong_folders_are_refused(model, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(record | change))
         with pytest.raises(ValueError, match=r"this hfkv reads hfkv_heads=1 of the kinds 'medusa', 'eagle'"):
             load_heads(tmp_path, model)
+
+
+def read_rows(heads, model):
+    """The rows that `draft_output` reads."""
+    return heads.draft_output(model)._rows[0]
+
+
+def test_rows_of_a_draft_vocabulary_are_copied_once(model):
+    model = copy.deepcopy(model)
+    heads = MedusaHeads.for_model(model, draft_vocab_size=3)
+    rows = read_rows(heads, model)
+    assert read_rows(heads, model) is rows
+    weight = model.get_output_embeddings().weight
+    for change in (
+        # in place, as an optimizer does; as `model.to` does; and as loading does
+        lambda: weight.mul_(2),
+        lambda: setattr(weight, "data", weight.data + 1),
+        lambda: heads.draft_vocabulary.add_(5),
+    ):
+        with torch.no_grad():
+            change()
+        assert torch.equal(read_rows(heads, model), weight[heads.draft_vocabulary])
+    # another model with the same numbers is another
+    assert read_rows(heads, copy.deepcopy(model)) is not read_rows(heads, model)
+
+
+def test_rows_of_a_draft_vocabulary_are_freed_with_the_heads_and_keep_no_model(model):
+    model = copy.deepcopy(model)
+    heads = MedusaHeads.for_model(model, draft_vocab_size=3)
+    copied = copy.deepcopy(heads)
+    rows, weight, other = (weakref.ref(each) for each in (read_rows(heads, model), model.lm_head.weight, model))
+    del model
+    gc.collect()
+    assert weight() is None
+    assert other() is None
+    assert rows() is not None
+    del heads
+    gc.collect()
+    assert rows() is None
+    pickle.loads(pickle.dumps(copied))
+
+
+def test_an_output_embedding_that_is_fetched_for_each_forward_is_read_whole(model):
+    accelerate = pytest.importorskip("accelerate")
+    heads = MedusaHeads.for_model(model, draft_vocab_size=3)
+    states = torch.randn(2, model.config.hidden_size)
+    expected = heads.draft_output(model)(states)
+    away = accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu")
+    assert away.lm_head.weight.is_meta
+    assert torch.equal(heads.draft_output(away)(states), expected)

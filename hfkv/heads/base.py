@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from .rows import Rows, kept_rows
+
 
 class DraftHeads(nn.Module):
     """Heads that read the last hidden state of a model: what its output embedding reads, after the last norm.
@@ -45,8 +47,14 @@ class DraftHeads(nn.Module):
         """Heads, untrained, of the model's sizes, dtype and device; ``options`` are fields of ``Config``."""
 
     def draft_output(self, model: Any) -> DraftOutput:
-        """What makes of hidden states the logits that are drafted from."""
-        return DraftOutput(model.get_output_embeddings(), self.config.vocab_size, self.draft_vocabulary)
+        """What makes of hidden states the logits that are drafted from.
+
+        Rows of the output embedding that a draft vocabulary picks are copied once, kept with the heads, and copied anew
+        when the embedding changes.
+        """
+        return DraftOutput(
+            model.get_output_embeddings(), self.config.vocab_size, self.draft_vocabulary, kept_rows(self, model)
+        )
 
     def check(self, model: Any) -> None:
         """Raise ValueError where the heads were made for a model of other sizes."""
@@ -80,15 +88,14 @@ class DraftOutput:
         Tokens that there are.
     draft_vocabulary
         Those that are drafted; None for all.
+    rows
+        A copy of their rows, so that a draft does not gather them again; None where the layer is computed whole.
     """
 
-    def __init__(self, lm_head: Any, vocab_size: int, draft_vocabulary: torch.Tensor | None) -> None:
-        self._lm_head, self._vocab_size, self._kept = lm_head, vocab_size, draft_vocabulary
-        self._rows: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        if draft_vocabulary is not None and type(lm_head) is nn.Linear:
-            # one copy, so that a draft does not gather them again
-            bias = None if lm_head.bias is None else lm_head.bias.detach()[draft_vocabulary]
-            self._rows = lm_head.weight.detach()[draft_vocabulary], bias
+    def __init__(
+        self, lm_head: Any, vocab_size: int, draft_vocabulary: torch.Tensor | None, rows: Rows | None = None
+    ) -> None:
+        self._lm_head, self._vocab_size, self._kept, self._rows = lm_head, vocab_size, draft_vocabulary, rows
 
     def narrow(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of the draft vocabulary alone, ``[..., draft_vocab_size]``."""
