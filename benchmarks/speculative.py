@@ -6,22 +6,24 @@
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py lengths       # predicted and measured over g = 1 to 8
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py wrong         # a draft model of random weights
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py limits        # long contexts, and weights in 4 bits
-    HF_HUB_OFFLINE=1 python benchmarks/speculative.py identity --dtype float32    # every assistant on every cache
+    HF_HUB_OFFLINE=1 python benchmarks/speculative.py identity      # every assistant on every cache
     HF_HUB_OFFLINE=1 python benchmarks/speculative.py heads --heads FOLDER        # trained heads, on free text
 
 ``benchmarks/questions.txt`` are prompts that heads may learn from; none of those that are measured here is among them:
 
     hfkv distill-heads smollm2 FOLDER --kind eagle --prompts benchmarks/questions.txt --minutes 20
 
-Times are medians of turns: plain decoding and the assistant after one another in the same run. The text that both
-give is compared; in bfloat16 two tokens that are equally likely can change places. ``--only`` and ``--prompts`` make
-a run shorter.
+Each study has its own defaults. Times are medians of turns: plain decoding and the assistant after one another in the
+same run. The text that both give is compared; in bfloat16 two tokens that are equally likely can change places.
+``--only`` and ``--prompts`` make a run shorter. ``--save`` writes a table of ``docs/benchmarks`` anew; with ``--only``
+the rows are put into it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
 import time
@@ -32,55 +34,15 @@ from typing import Any
 
 import torch
 import transformers
+from parts import PartTable, Run
+from prompts import FREE, REPEAT
+from timing import machine_line, processor, software
 
 import hfkv
 from hfkv.cli.models import load_model
 from hfkv.heads import load_heads
 from hfkv.integration import cache_argument
 from hfkv.speculation.control import expected_tokens
-
-NOTES = (
-    "The library opens at nine on weekdays and at ten on Saturdays. Members may borrow six books for three weeks. "
-    "Late books cost ten cents a day. The reading room on the second floor is quiet; talk in the hall. "
-    "Bring your card when you come, and ask at the desk if you have lost it."
-)
-CODE = """def mean(values):
-    total = 0
-    for value in values:
-        total = total + value
-    return total / len(values)
-
-def spread(values):
-    middle = mean(values)
-    total = 0
-    for value in values:
-        total = total + (value - middle) ** 2
-    return total / len(values)
-"""
-REPEAT = [
-    f"Repeat this text exactly:\n\n{NOTES}",
-    f"Copy the following text word for word:\n\n{NOTES}",
-    f"Correct the spelling in this text and write it again in full:\n\n{NOTES}",
-    f"Write this text again, with 'books' changed to 'records':\n\n{NOTES}",
-    f"Return this text unchanged:\n\n{topics['integers'][:700]}",
-    f"Repeat this code exactly:\n\n{CODE}",
-    f"Rename the function mean to average and show the whole code:\n\n{CODE}",
-    f"Add a docstring to each function and show the whole code:\n\n{CODE}",
-    "Repeat this list five times: apples, pears, plums, cherries, figs, dates, melons, grapes.",
-    f"Quote this passage in full, then quote it again:\n\n{NOTES[:240]}",
-]
-FREE = [
-    "Write a short story about a lighthouse keeper and a storm.",
-    "Explain how a bicycle stays upright.",
-    "What should I consider when I buy a used car?",
-    "Describe the taste of a ripe mango to someone who has never had one.",
-    "Give me ideas for a birthday party in the garden.",
-    "Why is the sky blue?",
-    "Write a letter to a friend who has moved to another city.",
-    "Compare cats and dogs as pets.",
-    "How do plants drink water?",
-    "Tell me about the history of bread.",
-]
 
 
 class Case:
@@ -94,8 +56,8 @@ class Case:
         self.turns = options.turns
         self.only = options.only
         self.prompts = options.prompts
-        # of the kind that the folder holds
-        self.heads = None if options.heads is None else load_heads(options.heads, self.model)
+        found = [load_heads(folder, self.model) for folder in options.heads]
+        self.heads = {heads.kind: heads for heads in found}
 
     def chat(self, text: str) -> dict[str, Any]:
         """The inputs of one question."""
@@ -146,8 +108,8 @@ class Case:
             # weights of its own: they differ from the model's by what int4 loses
             draft, _ = load_model(self.options.model, self.options.dtype)
             options["assistant_model"] = hfkv.quantize_weights(draft.eval(), hfkv.WeightConfig("rtn", nbits=4))
-        elif self.heads is not None and name == self.heads.kind:
-            options["heads"] = self.heads
+        elif name in self.heads:
+            options["heads"] = self.heads[name]
         return hfkv.assistant(name, self.model, **options)
 
     def compare(
@@ -208,6 +170,7 @@ def acceptance(stats: Any) -> dict[str, Any]:
     }
 
 
+HEADS = ("medusa", "eagle")
 ASSISTANTS = ("lookup", "model", "self-kv", "self-weights", "early-exit")
 COLUMNS = {
     "what": "Draft",
@@ -226,6 +189,7 @@ COLUMNS = {
     "identical": "Identical texts",
     "stored": "Bytes besides the cache",
     "gap": "Largest gap of the two best logits where texts part",
+    "middle_gap": "Median of these gaps",
 }
 
 
@@ -369,15 +333,15 @@ def limits(case: Case) -> Iterator[dict[str, Any]]:
 
 def heads(case: Case) -> Iterator[dict[str, Any]]:
     """Trained heads on prompts whose answers cannot be copied: chains as long as they pay, and trees."""
-    if case.heads is None:
+    if not case.heads:
         raise SystemExit("heads needs --heads FOLDER, which hfkv distill-heads writes")
-    kind = case.heads.kind
-    for branches in (None, (2, 1), (3, 2, 1), (4, 3, 2, 1)):
+    trees = (None, (2, 1), (3, 2, 1), (4, 3, 2, 1))
+    for (kind, trained), branches in itertools.product(case.heads.items(), trees):
         name = f"{kind}, {'a chain' if branches is None else f'a tree of {branches}'}"
         if case.wanted(name):
             # a tree is as deep as it has branches, and is drafted whether it pays or not
             schedule = {} if branches is None else {"num_assistant_tokens_schedule": "constant"}
-            assisted = hfkv.assistant(kind, case.model, heads=case.heads, branches=branches, **schedule)
+            assisted = hfkv.assistant(kind, case.model, heads=trained, branches=branches, **schedule)
             yield row(name, [case.compare(case.chat(prompt), assisted) for prompt in FREE[: case.prompts]])
 
 
@@ -392,10 +356,13 @@ def identity(case: Case) -> Iterator[dict[str, Any]]:
         "sink": {"cache_implementation": "sink", "cache_config": {"window_length": 64}},
     }
     each = [case.passage(64, 120 * place)["input_ids"] for place in range(min(50, case.prompts))]
-    prompts = [{"input_ids": rows} for rows in torch.cat(each).split(case.options.rows)]
+    prompts = [
+        {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+        for rows in torch.cat(each).split(case.options.rows)
+    ]
     for cache, arguments in caches.items():
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name in (*ASSISTANTS, *([case.heads.kind] if case.heads is not None else [])):
+        for name in (*ASSISTANTS, *case.heads):
             if not case.wanted(f"{name} on {cache}"):
                 continue
             plain = plain or [case.choices(prompt, **arguments) for prompt in prompts]
@@ -414,6 +381,7 @@ def identity(case: Case) -> Iterator[dict[str, Any]]:
                 "prompts": len(each),
                 "identical": len(each) - len(gaps),
                 "gap": round(max(gaps), 6) if gaps else "-",
+                "middle_gap": round(statistics.median(gaps), 6) if gaps else "-",
                 "accepted": round(100 * sum(s.accepted for s in stats) / examined, 1) if examined else "-",
                 "examined": examined,
             }
@@ -428,9 +396,19 @@ def parting(text: torch.Tensor, plain: torch.Tensor, best: torch.Tensor) -> floa
     return float(best[places[0, 0], 0] - best[places[0, 0], 1]) if len(places) else None
 
 
-DEFAULTS: dict[str, Any] = {"dtype": "bfloat16", "new_tokens": 128, "turns": 1, "prompts": 50, "rows": 1}
+# what a study runs with where the command line does not say
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "lookup": {"dtype": "bfloat16", "new_tokens": 128, "prompts": 10, "turns": 1},
+    "drafts": {"dtype": "float32", "new_tokens": 64, "prompts": 6},
+    "halves": {"dtype": "float32", "new_tokens": 64, "prompts": 4},
+    "lengths": {"dtype": "bfloat16", "new_tokens": 64, "prompts": 3, "turns": 1},
+    "wrong": {"dtype": "bfloat16", "new_tokens": 256, "prompts": 3, "turns": 1},
+    "limits": {"dtype": "bfloat16", "new_tokens": 64, "turns": 3},
+    "heads": {"dtype": "bfloat16", "new_tokens": 128, "prompts": 10, "turns": 1},
+    "identity": {"dtype": "float32", "new_tokens": 40, "prompts": 50, "rows": 10},
+}
 TIMED = (
-    "bfloat16 on two cores of a CPU, greedy; each prompt is decoded plainly and with the assistant in turns. "
+    "In {dtype}, greedy, {new_tokens} new tokens; each prompt is decoded plainly and with the assistant in turns. "
     "Accepted are of the examined tokens: up to and with the first rejected one of a draft. The speed-up is of the "
     "whole call, the prompt included."
 )
@@ -438,19 +416,22 @@ TITLES = {
     "lookup": ("Speculation with lookup", TIMED),
     "drafts": (
         "Weights and caches in fewer bits as drafts",
-        "Four tokens at a time, always, after 500 tokens of CPython's help, in one batch. Accepted are of the "
-        "examined tokens: up to and with the first rejected one of a draft.",
+        "Four tokens at a time, always, after 500 tokens of CPython's help, {prompts} places in one batch, "
+        "{new_tokens} new tokens in {dtype}. Accepted are of the examined tokens: up to and with the first rejected "
+        "one of a draft.",
     ),
     "halves": (
         "An 8-bit cache that drafts for itself",
-        "Four tokens at a time, always, after 500 tokens; the target is kivi in 8 bits, hierarchical. Accepted are "
-        "of the examined tokens: up to and with the first rejected one of a draft.",
+        "Four tokens at a time, always, after 500 tokens, {prompts} places in one batch, {new_tokens} new tokens in "
+        "{dtype}; the target is kivi in 8 bits, hierarchical. Accepted are of the examined tokens: up to and with the "
+        "first rejected one of a draft.",
     ),
     "lengths": (
         "Draft lengths: predicted and measured",
-        "The model drafts g tokens from its own cache in 4 bits, after 500 tokens, always. Expected is "
-        "(1 - a^(g+1)) / (1 - a) with the row's own acceptance a; the predicted speed-up is that times a plain step by "
-        "a round, the measured one counts the tokens. Both leave the prompt out.",
+        "The model drafts g tokens from its own cache in 4 bits, always, after 500 tokens at {prompts} places, "
+        "{new_tokens} new tokens in {dtype}. Expected is (1 - a^(g+1)) / (1 - a) with the row's own acceptance a; the "
+        "predicted speed-up is that times a plain step by a round, the measured one counts the tokens. Both leave the "
+        "prompt out.",
     ),
     "limits": (
         "The model as its own draft",
@@ -463,9 +444,11 @@ TITLES = {
         "tokens follow each one, by depth.",
     ),
     "identity": (
-        "Greedy identity with assistants",
-        "Texts after 64 tokens of prompt, with four drafts always, against the same cache without an assistant. Where "
-        "two texts part, the gap is by how much the plain one preferred its token, in logits.",
+        "Greedy identity with assistants in {dtype}",
+        "{new_tokens} tokens after 64 of prompt in {dtype}, with four drafts always, in batches of {rows}, against the "
+        "same cache without an assistant. The copy that self-kv drafts from packs nothing yet at this length. Where "
+        "two texts part, the gap is by how much the plain one preferred its token, in logits. Heads were trained for a "
+        "few minutes (`hfkv distill-heads`); any would do.",
     ),
 }
 STUDIES: dict[str, Callable[[Case], Iterator[dict[str, Any]]]] = {
@@ -480,55 +463,85 @@ STUDIES: dict[str, Callable[[Case], Iterator[dict[str, Any]]]] = {
 }
 
 
-def save(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Write a table for the docs; rows of other names stay, where they have the same columns."""
-    title, about = TITLES[options.study]
-    if options.save.exists():
-        names, columns = {row["what"] for row in rows}, rows[0].keys()
-        old = json.loads(options.save.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in old if row["what"] not in names and row.keys() == columns] + rows
-    heads = " --heads heads" if options.heads is not None else ""
-    asked = "".join(
-        f" --{name.replace('_', '-')} {value}"
-        for name, value in vars(options).items()
-        if name in ("dtype", "new_tokens", "turns", "prompts", "rows") and value != DEFAULTS[name]
+class Saved:
+    """A table of the docs, that rows are put into as they are found."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        # what the figures depend on, where it is not what the command would do by itself
+        self.given = {name: getattr(options, name) for name in DEFAULTS[options.study]}
+        versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+        timed = "turns" in self.given
+        if timed:
+            self.given["OMP_NUM_THREADS"] = torch.get_num_threads()
+        machine = machine_line() if timed else f"{processor()}; {software()}"
+        self.run = Run(options.study, machine, versions, self.given)
+        self.table: PartTable | None = None
+
+    def put(self, found: dict[str, Any]) -> None:
+        """Write a row."""
+        options, given = self.options, self.given
+        if self.table is None:
+            if not options.only:
+                options.save.unlink(missing_ok=True)
+            self.table = PartTable(options.save, "what", {key: COLUMNS[key] for key in found}, ())
+        self.table.check(self.run, [found["what"]])
+        self.table.put(self.run, found["what"], found)
+        title, about = TITLES[options.study]
+        self.table.save(
+            title=f"{title.format(**given)} on {options.model}",
+            plugins=["speculative"],
+            about=f"{about.format(**given)} {self.table.machines()}",
+            command=self.command(self.table.names),
+        )
+
+    def command(self, names: list[str]) -> str:
+        """What measures the whole table at once."""
+        options, given = self.options, dict(self.given)
+        threads = f" OMP_NUM_THREADS={given.pop('OMP_NUM_THREADS')}" if "turns" in given else ""
+        result = f"HF_HUB_OFFLINE=1{threads} python benchmarks/speculative.py {options.study}"
+        result += f" --model {options.model}" if options.model != "smollm2" else ""
+        for name, value in given.items():
+            result += f" --{name.replace('_', '-')} {value}" if value != DEFAULTS[options.study][name] else ""
+        kinds = dict.fromkeys(name.split()[0].rstrip(",") for name in names)
+        return result + "".join(f" --heads {kind}" for kind in kinds if kind in HEADS)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, an ID or a folder")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--turns", type=int, help="timings of each prompt, for studies that measure time")
+    parser.add_argument("--only", default="", help="rows whose name has this text")
+    parser.add_argument("--prompts", type=int, help="at most so many prompts a row")
+    parser.add_argument("--rows", type=int, help="identity: prompts that are decoded as one batch")
+    parser.add_argument(
+        "--heads", type=Path, metavar="FOLDER", action="append", default=[], help="for heads and identity; repeatable"
     )
-    table = {
-        "title": f"{title} on {options.model}",
-        "plugins": ["speculative"],
-        "about": about,
-        "command": f"python benchmarks/speculative.py {options.study}{asked}{heads}",
-        "versions": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
-        "columns": {key: COLUMNS[key] for key in rows[0]},
-        "rows": rows,
-    }
-    options.save.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--save", type=Path, help="write the table to this file; with --only, into that of this file")
+    options = parser.parse_args()
+    defaults = DEFAULTS[options.study]
+    for name in ("dtype", "new_tokens", "turns", "prompts", "rows"):
+        if name not in defaults and getattr(options, name) is not None:
+            parser.error(f"{options.study} has no --{name.replace('_', '-')}")
+        if getattr(options, name) is None:
+            setattr(options, name, defaults.get(name))
+    return options
 
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, an ID or a folder")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=DEFAULTS["dtype"])
-    parser.add_argument("--new-tokens", type=int, default=DEFAULTS["new_tokens"])
-    parser.add_argument("--turns", type=int, default=DEFAULTS["turns"])
-    parser.add_argument("--only", default="", help="rows whose name has this text")
-    parser.add_argument("--prompts", type=int, default=DEFAULTS["prompts"], help="at most so many prompts a row")
-    parser.add_argument(
-        "--rows", type=int, default=DEFAULTS["rows"], help="identity: prompts that are decoded as one batch"
-    )
-    parser.add_argument("--heads", type=Path, metavar="FOLDER", help="trained heads: for heads and identity")
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--save", type=Path, help="write the rows to this file, in place of those of the same names")
-    options = parser.parse_args()
+    options = parsed()
     case = Case(options)
+    saved = Saved(options)
     case.generate(case.chat("Hello."))
-    rows = []
     for found in STUDIES[options.study](case):
-        rows.append(found)
         if options.save:
-            save(options, rows)
+            saved.put(found)
         if options.json:
             print(json.dumps(found), flush=True)
         else:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from speculative import FREE, REPEAT
+from prompts import FREE, REPEAT
 
 from hfkv.cli.models import load_model
 
