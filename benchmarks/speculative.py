@@ -27,7 +27,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -507,7 +507,7 @@ class Saved:
         return result + "".join(f" --heads {kind}" for kind in kinds if kind in HEADS)
 
 
-def parsed() -> argparse.Namespace:
+def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
@@ -523,7 +523,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("--save", type=Path, help="write the table to this file; with --only, into that of this file")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     defaults = DEFAULTS[options.study]
     for name in ("dtype", "new_tokens", "turns", "prompts", "rows"):
         if name not in defaults and getattr(options, name) is not None:
@@ -533,12 +533,12 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run what the command line asks for."""
-    options = parsed()
+    options = parsed(given)
     case = Case(options)
     saved = Saved(options)
-    case.generate(case.chat("Hello."))
+    case.generate(case.passage(8))
     for found in STUDIES[options.study](case):
         if options.save:
             saved.put(found)

@@ -131,3 +131,29 @@ def test_weights_are_measured_in_parts(model_folder, tmp_path, capsys):
     assert figures.load(file.parent) == [found]
     with pytest.raises(ValueError, match="tokens=32, and this run has tokens=16"):
         measured("--part", "quality", "--weights", two, "--tokens", "16")
+
+
+def test_rows_of_a_speculative_study_are_put_into_its_table(model_folder, tmp_path, capsys):
+    speculative = importlib.import_module("speculative")
+    file = tmp_path / "figures" / "identity.json"
+    file.parent.mkdir()
+
+    def measured(*words):
+        fixed = ["--model", str(model_folder), "--prompts", "2", "--rows", "2", "--save", str(file), "--json"]
+        speculative.main(["identity", *fixed, *words])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    first = measured("--new-tokens", "12", "--only", "lookup on plain")
+    second = measured("--new-tokens", "12", "--only", "early-exit on kivi")
+    assert [row["what"] for row in first + second] == ["lookup on plain", "early-exit on kivi, 8 bit"]
+    assert all(row["identical"] == row["prompts"] == 2 and row["examined"] > 0 for row in first + second)
+    (found,) = figures.load(file.parent)
+    assert found["rows"] == first + second
+    asked = f"identity --model {model_folder} --new-tokens 12 --prompts 2 --rows 2"
+    assert found["command"] == f"HF_HUB_OFFLINE=1 python benchmarks/speculative.py {asked}"
+    assert "12 tokens after 64 of prompt in float32" in found["about"]
+    with pytest.raises(ValueError, match="new_tokens=12, and this run has new_tokens=13"):
+        measured("--new-tokens", "13", "--only", "lookup on plain")
+    with pytest.raises(SystemExit):
+        measured("--turns", "2")
+    assert "identity has no --turns" in capsys.readouterr().err
