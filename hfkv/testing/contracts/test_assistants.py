@@ -233,7 +233,14 @@ VOCABULARY = 8
 DRAWS = 4000
 
 
-def _exact_distribution(model: Any, prompt: list[int], temperature: float, top_k: int) -> torch.Tensor:
+def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The likeliest tokens that reach ``top_p`` together, among ``[..., vocabulary]``."""
+    ordered, places = probabilities.sort(dim=-1, descending=True)
+    kept = torch.where(ordered.cumsum(dim=-1) - ordered < top_p, ordered, 0.0)
+    return torch.zeros_like(ordered).scatter(-1, places, kept / kept.sum(dim=-1, keepdim=True))
+
+
+def _exact_distribution(model: Any, prompt: list[int], temperature: float, top_k: int, top_p: float) -> torch.Tensor:
     """The probability of each pair of next tokens, by the definition: no sampling."""
     ids = torch.tensor([[*prompt, first] for first in range(VOCABULARY)])
     with torch.no_grad():
@@ -241,23 +248,24 @@ def _exact_distribution(model: Any, prompt: list[int], temperature: float, top_k
     if top_k:
         worst = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < worst, -torch.inf)
-    steps = logits.softmax(dim=-1)
+    steps = _nucleus(logits.softmax(dim=-1), top_p)
     return (steps[0, 0][:, None] * steps[:, 1]).flatten()
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.6, 0), (1.5, 4)])
-def test_sampling_is_exact(hfkv_assistant: AssistantCase, temperature: float, top_k: int) -> None:
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 0.7), (0.6, 0, 1.0), (1.5, 4, 1.0)])
+def test_sampling_is_exact(hfkv_assistant: AssistantCase, temperature: float, top_k: int, top_p: float) -> None:
     """Pairs of sampled tokens have the model's own distribution: as near to it as draws from it are."""
     model = _small(VOCABULARY)
     assisted = hfkv_assistant.make(model)
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
-    exact = _exact_distribution(model, prompt, temperature, top_k)
+    exact = _exact_distribution(model, prompt, temperature, top_k, top_p)
     torch.manual_seed(0)
     output = model.generate(
         torch.tensor([prompt]).expand(DRAWS, -1),
         do_sample=True,
         temperature=temperature,
         top_k=top_k,
+        top_p=top_p,
         # the first token comes with the prompt: the next two may be drafts
         max_new_tokens=3,
         return_dict_in_generate=True,

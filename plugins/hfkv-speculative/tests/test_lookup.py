@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import hfkv
 from hfkv.speculation import Block
 from hfkv.testing.models import load
+from hfkv_speculative.copy_evidence import CopyEvidence
 from hfkv_speculative.lookup import Index, LookupDrafter, LookupOptions
 
 
@@ -106,3 +107,46 @@ def test_handed_over_text_saves_forwards():
     output = tiny.generate(ids, max_new_tokens=64, **hfkv.assistant("lookup", tiny.model, texts=[answer], **asked))
     assert output.sequences[0].tolist() == answer
     assert hfkv.stats(output).verifications == 8
+
+
+def test_forecast_is_that_all_rows_are_right():
+    drafter = LookupDrafter(None, LookupOptions(num_assistant_tokens=4), [])
+    evidence = CopyEvidence()
+    # matches of two tokens, of one, and none at all
+    two, one, none = [1, 2, 3, 9, 1, 2], [3, 9, 4, 9, 5, 4], [1, 2, 3, 4, 5, 6]
+    ids = torch.tensor([two, one])
+    both = [x * y for x, y in zip(evidence.chances(2, 4), evidence.chances(1, 4), strict=True)]
+    assert drafter.forecast(ids, [6, 6]) == pytest.approx(both)
+    # each token that is right makes a match one longer, and the next is likelier
+    assert evidence.chances(2, 2)[1] == evidence.chance(2) * evidence.chance(3)
+    drafter = LookupDrafter(None, LookupOptions(num_assistant_tokens=4), [])
+    assert drafter.forecast(torch.tensor([two, none]), [6, 6]) == [0.0] * 4
+    # what a row knows beyond the others is certain; one that has ended is waited for by nobody
+    drafter = LookupDrafter(None, LookupOptions(num_assistant_tokens=4), [])
+    ahead = torch.tensor([[*two, 3, 9], [*none, 0, 0], [*two, 0, 0]])
+    longer = [1.0, 1.0, *drafter.forecast(torch.tensor([[*two, 3, 9]]), [8])[:2]]
+    expected = [x * y for x, y in zip(evidence.chances(2, 4), longer, strict=True)]
+    drafter = LookupDrafter(None, LookupOptions(num_assistant_tokens=4), [])
+    assert drafter.forecast(ahead, [8, 6 + 5, 6]) == pytest.approx(expected)
+
+
+def test_every_token_teaches_and_no_other_call():
+    resources = LookupDrafter.prepare(load("llama", "sdpa").model, LookupOptions(texts=[[8, 1, 2, 5, 6]]))
+    drafter, other = (LookupDrafter(None, LookupOptions(), resources) for _ in range(2))
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2, 3]])
+    before = drafter.forecast(ids, [4])
+    # nothing was drafted, and yet five copies would have been right
+    assert drafter.forecast(ids, [9])[0] > before[0]
+    assert other.forecast(ids[:, :4], [4]) == before
+
+
+def test_chances_become_those_of_the_text():
+    chance = random.Random(0)
+    evidence = CopyEvidence()
+    for _ in range(500):
+        evidence.learn(1, chance.random() < 0.8)
+        evidence.learn(20, chance.random() < 0.3)
+    assert evidence.chance(1) == pytest.approx(0.8, abs=0.1)
+    assert evidence.chance(20) == pytest.approx(0.3, abs=0.1)
+    assert evidence.chance(5) == CopyEvidence().chance(5)
+    assert CopyEvidence().chances(0, 3) == [0.0] * 3
