@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hfkv.testing.models import logits_error
 
 VOCABULARY = 48
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+# what a family needs besides
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    # windows, kinds of layers, norms that multiply by one more
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
+    # heads that are turned in part
+    "stablelm": {"head_dim": 8},
+}
 
 
 def make_llama(seed: int = 0, **changes):
@@ -45,6 +61,45 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def made():
+    """A function that makes a tiny model of a family, with norms and biases that are not all zero or one."""
+
+    def make(family: str, **changes):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **changes})
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("norm.weight", "bias")):
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokens():
+    """A function that makes token ids of such a model."""
+
+    def make(rows: int = 2, length: int = 24):
+        return torch.randint(1, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def error(tokens):
+    """How far two models' logits are apart."""
+
+    @torch.no_grad()
+    def between(actual, expected, ids=None):
+        ids = tokens() if ids is None else ids
+        return float(logits_error(*(model(ids, use_cache=False).logits for model in (actual, expected))).max())
+
+    return between
 
 
 @pytest.fixture

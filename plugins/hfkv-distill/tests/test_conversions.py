@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import hfkv
 from hfkv.integration import cache_argument
@@ -28,55 +28,15 @@ from hfkv_distill.conversions import (
 )
 from hfkv_distill.conversions.measure import compare, kv_bytes
 
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 # norms of single heads; biases; windows, factors on the embeddings and norms that multiply by one more; tied weights
-FAMILIES = {
-    "llama": {"tie_word_embeddings": True},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
-}
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 SAME = 1e-4
 KIVI = {"nbits": 8, "group_size": 8, "residual_length": 64}
 
 
 @pytest.fixture(params=FAMILIES)
-def model(request):
+def model(request, made):
     return made(request.param)
-
-
-def made(family, **changes):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES.get(family, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # new ones are all zero or one
-            if name.endswith(("norm.weight", "bias")):
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-def tokens(rows=2, length=24):
-    return torch.randint(1, 64, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def error(actual, expected, ids=None):
-    ids = tokens() if ids is None else ids
-    return float(logits_error(actual(ids, use_cache=False).logits, expected(ids, use_cache=False).logits).max())
 
 
 def state(model):
@@ -84,7 +44,7 @@ def state(model):
 
 
 @torch.no_grad()
-def test_the_mean_of_equal_heads_is_each_of_them(model):
+def test_the_mean_of_equal_heads_is_each_of_them(model, error):
     for layer in model.model.layers:
         for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             for parameter in projection.parameters():
@@ -99,7 +59,7 @@ def test_the_mean_of_equal_heads_is_each_of_them(model):
 
 
 @torch.no_grad()
-def test_heads_that_differ_are_averaged(model):
+def test_heads_that_differ_are_averaged(model, error):
     merged = merge_kv_heads(model, 1)
     old = model.model.layers[1].self_attn.v_proj.weight.view(4, 16, 64)
     assert torch.allclose(merged.model.layers[1].self_attn.v_proj.weight, old.mean(0))
@@ -107,7 +67,7 @@ def test_heads_that_differ_are_averaged(model):
 
 
 @torch.no_grad()
-def test_norms_over_all_heads_are_merged_with_them():
+def test_norms_over_all_heads_are_merged_with_them(made, error):
     model = made("olmo2")
     for layer in model.model.layers:
         for part in (layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.k_norm):
@@ -117,7 +77,7 @@ def test_norms_over_all_heads_are_merged_with_them():
 
 
 @torch.no_grad()
-def test_to_drop_layers_that_do_nothing_changes_nothing(model):
+def test_to_drop_layers_that_do_nothing_changes_nothing(model, tokens, error):
     for index in (0, 3):
         layer = model.model.layers[index]
         for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters()):
@@ -134,7 +94,7 @@ def test_to_drop_layers_that_do_nothing_changes_nothing(model):
     assert kinds is None or dropped.config.layer_types == kinds[1:3]
 
 
-def test_the_divergence_sees_what_the_influence_cannot():
+def test_the_divergence_sees_what_the_influence_cannot(made, tokens):
     """A layer that turns the hidden state into a channel that nothing reads has influence and costs nothing."""
     model = made("llama", tie_word_embeddings=False)
     with torch.no_grad():
@@ -152,7 +112,7 @@ def test_the_divergence_sees_what_the_influence_cannot():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_to_cut_channels_that_are_zero_changes_nothing(family):
+def test_to_cut_channels_that_are_zero_changes_nothing(family, made, tokens, error):
     """A quarter of the hidden channels, of each layer's neurons and of its KV heads is zero: others in each layer."""
     model = made(family)
     generator = torch.Generator().manual_seed(2)
@@ -176,7 +136,7 @@ def test_to_cut_channels_that_are_zero_changes_nothing(family):
 
 
 @torch.no_grad()
-def test_windows_longer_than_the_text_change_nothing():
+def test_windows_longer_than_the_text_change_nothing(made, tokens, error):
     for family in ("llama", "mistral", "qwen2", "qwen3"):
         model = made(family, **({"sliding_window": None} if family == "mistral" else {}))
         wide, narrow = (make_local(model, 1, 1, window) for window in (24, 6))
@@ -188,7 +148,7 @@ def test_windows_longer_than_the_text_change_nothing():
 
 
 @torch.no_grad()
-def test_local_layers_keep_their_window_alone():
+def test_local_layers_keep_their_window_alone(made):
     model = made("llama")
     local = make_local(model, 3, 1, 8)
     ids = torch.randint(1, 64, (1, 100))
@@ -202,7 +162,7 @@ def test_local_layers_keep_their_window_alone():
 
 
 @torch.no_grad()
-def test_layers_that_share_halve_the_cache():
+def test_layers_that_share_halve_the_cache(made, error):
     model = made("qwen3")
     before = state(model)
     shared = share_layers(model, 2)
@@ -222,7 +182,7 @@ CHAIN = Conversion(drop_layers=1, width=0.75, kv_heads=1, local=(1, 1), window=8
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @torch.no_grad()
-def test_all_in_one_chain_saved_and_loaded(family, tmp_path):
+def test_all_in_one_chain_saved_and_loaded(family, tmp_path, made, tokens):
     said = []
     converted = convert(made(family), CHAIN, tokens(), said.append)
     assert len(said) == 5
@@ -232,12 +192,11 @@ def test_all_in_one_chain_saved_and_loaded(family, tmp_path):
     ids = tokens()
     assert torch.equal(loaded.eval()(ids).logits, converted(ids).logits)
     assert converted.config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
-    generates_the_same(loaded)
+    generates_the_same(loaded, tokens(rows=1, length=12))
 
 
-def generates_the_same(model):
+def generates_the_same(model, ids):
     """Every cache gives the logits of a forward without one, whatever was dropped before."""
-    ids = tokens(rows=1, length=12)
     for settings in ({}, {"cache_implementation": "kivi", "cache_config": KIVI}, {"cache_implementation": "sink"}):
         output = model.generate(
             ids, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True, **settings
@@ -248,16 +207,16 @@ def generates_the_same(model):
 
 
 @pytest.mark.parametrize("dropped", [[0], [1], [3], [0, 2], [0, 2, 3]])
-def test_stale_layer_idx_layers_are_numbered_anew(dropped, model, tmp_path):
+def test_stale_layer_idx_layers_are_numbered_anew(dropped, model, tmp_path, error, tokens):
     """transformers raises IndexError, or reads another layer's keys, where layers are taken out of the list."""
     short = drop_layers(model, dropped)
-    generates_the_same(short)
+    generates_the_same(short, tokens(rows=1, length=12))
     short.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert error(loaded, short) == 0
 
 
-def test_in_a_process_of_its_own_and_without_hfkv(tmp_path):
+def test_in_a_process_of_its_own_and_without_hfkv(tmp_path, made, tokens):
     """What no longer shares is an ordinary checkpoint; what shares is refused and never random."""
     ordinary = Conversion(drop_layers=1, width=0.75, kv_heads=1, local=(1, 1), window=8)
     plain, shared = tmp_path / "plain", tmp_path / "shared"
@@ -285,13 +244,13 @@ transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2])
     assert "mismatch" in done.stderr.lower()
 
 
-def test_bfloat16_stays_bfloat16(tmp_path):
+def test_bfloat16_stays_bfloat16(tmp_path, made, tokens):
     converted = convert(made("qwen3").bfloat16(), CHAIN, tokens())
     assert {parameter.dtype for parameter in converted.parameters()} == {torch.bfloat16}
     assert converted.config.dtype == torch.bfloat16
 
 
-def test_quality_of_a_model_and_itself_is_perfect():
+def test_quality_of_a_model_and_itself_is_perfect(made, tokens):
     model = made("llama")
     pieces = [tokens(rows=1), tokens(rows=1, length=9)]
     same = compare(model, model, pieces)
@@ -308,44 +267,44 @@ def test_quality_of_a_model_and_itself_is_perfect():
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        (lambda model: merge_kv_heads(model, 3), ValueError, r"kv_heads=3.* 4 KV heads.*\[1, 2\]"),
-        (lambda model: merge_kv_heads(model, 4), ValueError, r"\[1, 2\]"),
-        (lambda model: drop_layers(model, [4]), ValueError, "0 to 3"),
-        (lambda model: drop_layers(model, range(4)), ValueError, "not all"),
-        (lambda model: choose_layers(model, tokens(), 4), ValueError, "1 to 3 can be dropped"),
-        (lambda model: choose_layers(model, tokens(), 1, "size"), ValueError, "influence, kl"),
-        (lambda model: prune_width(model, 1.0, tokens()), ValueError, "less than 1"),
-        (lambda model: prune_width(model, 0.99, tokens()), ValueError, "cuts nothing"),
-        (lambda model: make_local(model, 0, 1), ValueError, "local=0"),
-        (lambda model: make_local(make_local(model), 1, 1), ValueError, "local layers already, of 512"),
-        (lambda model: convert(model, Conversion(), tokens()), ValueError, "nothing is to be converted"),
-        (lambda model: drop_layers(share_layers(model, 2), [1]), ValueError, "before sharing"),
-        (lambda model: share_layers(model, 2, map="alike"), ValueError, "neighbours, similar"),
+        (lambda model, ids: merge_kv_heads(model, 3), ValueError, r"kv_heads=3.* 4 KV heads.*\[1, 2\]"),
+        (lambda model, ids: merge_kv_heads(model, 4), ValueError, r"\[1, 2\]"),
+        (lambda model, ids: drop_layers(model, [4]), ValueError, "0 to 3"),
+        (lambda model, ids: drop_layers(model, range(4)), ValueError, "not all"),
+        (lambda model, ids: choose_layers(model, ids, 4), ValueError, "1 to 3 can be dropped"),
+        (lambda model, ids: choose_layers(model, ids, 1, "size"), ValueError, "influence, kl"),
+        (lambda model, ids: prune_width(model, 1.0, ids), ValueError, "less than 1"),
+        (lambda model, ids: prune_width(model, 0.99, ids), ValueError, "cuts nothing"),
+        (lambda model, ids: make_local(model, 0, 1), ValueError, "local=0"),
+        (lambda model, ids: make_local(make_local(model), 1, 1), ValueError, "local layers already, of 512"),
+        (lambda model, ids: convert(model, Conversion(), ids), ValueError, "nothing is to be converted"),
+        (lambda model, ids: drop_layers(share_layers(model, 2), [1]), ValueError, "before sharing"),
+        (lambda model, ids: share_layers(model, 2, map="alike"), ValueError, "neighbours, similar"),
     ],
 )
-def test_what_cannot_be_says_why(change, error, says):
+def test_what_cannot_be_says_why(change, error, says, made, tokens):
     with pytest.raises(error, match=says):
-        change(made("llama"))
+        change(made("llama"), tokens())
 
 
 @pytest.mark.parametrize(
     ("family", "change", "says"),
     [
-        ("gpt2", lambda model: merge_kv_heads(model, 2), "not built like Llama"),
-        ("phi3", lambda model: drop_layers(model, [1]), "not built like Llama"),
-        ("mixtral", lambda model: prune_width(model, 0.75, tokens()), "mlp"),
-        ("olmo2", lambda model: prune_width(model, 0.75, tokens()), "q_norm"),
-        ("stablelm", lambda model: prune_width(model, 0.75, tokens()), "LayerNorm"),
-        ("granite", lambda model: make_local(model), "no local layers.*llama, mistral"),
-        ("gemma3_text", lambda model: make_local(model), "local layers already, of 8"),
-        ("llama", lambda model: make_local(model), "attention_bias|bias"),
+        ("gpt2", lambda model, ids: merge_kv_heads(model, 2), "not built like Llama"),
+        ("phi3", lambda model, ids: drop_layers(model, [1]), "not built like Llama"),
+        ("mixtral", lambda model, ids: prune_width(model, 0.75, ids), "mlp"),
+        ("olmo2", lambda model, ids: prune_width(model, 0.75, ids), "q_norm"),
+        ("stablelm", lambda model, ids: prune_width(model, 0.75, ids), "LayerNorm"),
+        ("granite", lambda model, ids: make_local(model), "no local layers.*llama, mistral"),
+        ("gemma3_text", lambda model, ids: make_local(model), "local layers already, of 8"),
+        ("llama", lambda model, ids: make_local(model), "attention_bias|bias"),
     ],
 )
-def test_architectures_that_are_not_known_are_refused(family, change, says):
+def test_architectures_that_are_not_known_are_refused(family, change, says, made, tokens):
     changes = {"num_local_experts": 2} if family == "mixtral" else {}
     if family == "llama":
         changes = {"attention_bias": True}
     if family == "gpt2":
         changes = {"n_layer": 4}
     with pytest.raises((NotImplementedError, ValueError), match=says):
-        change(made(family, **changes))
+        change(made(family, **changes), tokens())

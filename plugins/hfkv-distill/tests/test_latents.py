@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import hfkv
 from hfkv.integration import cache_argument
@@ -24,49 +24,15 @@ from hfkv_distill.latent import LatentProjection
 
 LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 16
 SIZE = KV_HEADS * HEAD_DIM
-COMMON = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
-    "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "initializer_range": 0.2, "pad_token_id": 0,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-# biases; norms of single heads; windows, kinds of layers, norms that multiply by one more
-FAMILIES = {
-    "llama": {"tie_word_embeddings": True},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
-}
-# a norm over all heads; heads that are turned in part; neighbours that are turned as pairs; factors on everything
-OTHERS = {"olmo2": {}, "stablelm": {"head_dim": 8}, "cohere": {}, "granite": {}}
-EVERY = {**FAMILIES, **OTHERS}
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
+EVERY = (*FAMILIES, "olmo2", "stablelm", "cohere", "granite")
 SAME = 1e-4
 KIVI = {"cache_implementation": "kivi", "cache_config": {"nbits": 8, "group_size": 8, "residual_length": 8}}
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
-def made(family, **changes):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **EVERY.get(family, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # new ones are all zero or one
-            if name.endswith(("norm.weight", "bias")):
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-def tokens(rows=2, length=24):
-    return torch.randint(1, 64, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def error(actual, expected):
-    return float(logits_error(*(model(tokens(), use_cache=False).logits for model in (actual, expected))).max())
-
-
 @pytest.fixture(params=FAMILIES)
-def narrow(request):
+def narrow(request, made, tokens):
     """A model with a quarter of the numbers in its cache."""
     return compress_latents(made(request.param), SIZE // 4, tokens())
 
@@ -78,7 +44,7 @@ def whole(model, sequences, new):
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_at_full_rank_nothing_is_lost(family):
+def test_at_full_rank_nothing_is_lost(family, made, tokens, error):
     model = made(family)
     full = compress_latents(model, model.model.layers[0].self_attn.k_proj.out_features, tokens())
     assert error(full, model) < SAME
@@ -86,7 +52,7 @@ def test_at_full_rank_nothing_is_lost(family):
     assert float(logits_error(torch.stack(output.logits, 1), whole(model, output.sequences, 8)).max()) < SAME
 
 
-def test_the_text_decides_what_is_lost_and_no_other_directions_lose_less():
+def test_the_text_decides_what_is_lost_and_no_other_directions_lose_less(made, tokens):
     """Keys by their mean square, values by that of what the output projections of their query heads make of them."""
     model, ids = made("qwen2"), tokens(rows=4, length=64)
     moments = {key: moment.clone() for key, moment in _second_moments(model, ids).items()}
@@ -113,7 +79,7 @@ def test_the_text_decides_what_is_lost_and_no_other_directions_lose_less():
             assert lost_square == pytest.approx(float(states[:-rank].sum()), rel=0.02)
 
 
-def test_a_cache_holds_latents_and_nothing_else(narrow):
+def test_a_cache_holds_latents_and_nothing_else(narrow, tokens):
     gc.collect()
     found = len(latent_positions._found)
     cache = DynamicCache(config=narrow.config)
@@ -130,7 +96,7 @@ def test_a_cache_holds_latents_and_nothing_else(narrow):
 
 
 @pytest.mark.parametrize("settings", [{}, KIVI, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
-def test_generation_is_that_of_forwards_without_a_cache(narrow, settings):
+def test_generation_is_that_of_forwards_without_a_cache(narrow, settings, tokens):
     rows = 1 if "prompt_lookup_num_tokens" in settings else 2
     ids = tokens(rows=rows, length=21)
     if "num_beams" in settings:
@@ -149,7 +115,7 @@ def test_generation_is_that_of_forwards_without_a_cache(narrow, settings):
             assert layer.packed_bytes > 0
 
 
-def test_padding_on_the_left_changes_nothing(narrow):
+def test_padding_on_the_left_changes_nothing(narrow, tokens):
     ids = tokens(rows=3, length=12)
     mask = torch.ones_like(ids)
     for row, padding in ((1, 5), (2, 1)):
@@ -163,7 +129,7 @@ def test_padding_on_the_left_changes_nothing(narrow):
 
 
 @torch.no_grad()
-def test_chunks_crops_and_copies_of_a_cache():
+def test_chunks_crops_and_copies_of_a_cache(made, tokens):
     model, ids = compress_latents(made("gemma3_text", sliding_window=64), 8, tokens()), tokens(length=20)
     expected = model(ids, use_cache=False).logits
     exact = {"group_size": 8, "residual_length": 64}
@@ -185,7 +151,7 @@ def test_chunks_crops_and_copies_of_a_cache():
 
 
 @torch.no_grad()
-def test_a_cache_that_is_reset_begins_anew():
+def test_a_cache_that_is_reset_begins_anew(made, tokens):
     """Also for rows with other padding than those before."""
     model, ids = compress_latents(made("llama"), 8, tokens()), tokens(length=12)
     cache = hfkv.make_cache("kivi", model, group_size=8, residual_length=64)
@@ -204,7 +170,7 @@ def test_a_cache_that_is_reset_begins_anew():
 
 
 @torch.no_grad()
-def test_positions_that_are_changed_in_place_are_read_anew():
+def test_positions_that_are_changed_in_place_are_read_anew(made, tokens):
     """A loop that keeps one tensor of positions and counts it up."""
     model, ids = compress_latents(made("llama"), 8, tokens()), tokens(length=10)
     arguments, positions = {cache_argument(model): DynamicCache(config=model.config)}, torch.zeros(1, 1).long()
@@ -215,7 +181,7 @@ def test_positions_that_are_changed_in_place_are_read_anew():
 
 
 @torch.no_grad()
-def test_padding_between_tokens_is_refused():
+def test_padding_between_tokens_is_refused(made, tokens):
     """Turns of different lengths, each padded on the left: a distance in the cache is no distance in the text."""
     model = compress_latents(made("llama"), 8, tokens())
     arguments = {cache_argument(model): DynamicCache(config=model.config)}
@@ -226,7 +192,7 @@ def test_padding_between_tokens_is_refused():
         model(tokens(length=2), attention_mask=mask, position_ids=(mask.cumsum(1) - 1)[:, 4:], **arguments)
 
 
-def test_what_cannot_be_right_is_refused_by_name():
+def test_what_cannot_be_right_is_refused_by_name(made, tokens):
     model = compress_latents(made("llama"), 8, tokens())
     with pytest.raises(NotImplementedError, match=r"drops tokens.*without a window"):
         model.generate(tokens(length=30), max_new_tokens=2, cache_implementation="sink",
@@ -250,7 +216,7 @@ def test_what_cannot_be_right_is_refused_by_name():
         compress_latents(made("smollm3", no_rope_layers=[1, 1, 1, 0]), SIZE, tokens())
 
 
-def test_in_a_chain_before_sharing_saved_and_loaded(tmp_path):
+def test_in_a_chain_before_sharing_saved_and_loaded(tmp_path, made, tokens, error):
     asked = Conversion(
         drop_layers=1, width=0.75, kv_heads=1, local=(1, 1), window=8, latent_rank=6, share_layers=[[0, 2]]
     )
@@ -270,14 +236,14 @@ def test_in_a_chain_before_sharing_saved_and_loaded(tmp_path):
         assert float(logits_error(torch.stack(output.logits, 1), whole(model, output.sequences, 12)).max()) < SAME
 
 
-def test_windows_hold_latents():
+def test_windows_hold_latents(made, tokens):
     model = compress_latents(make_local(made("llama"), 1, 1, 8), 8, tokens())
     output = model.generate(tokens(length=12), max_new_tokens=12, **GREEDY)
     assert float(logits_error(torch.stack(output.logits, 1), whole(model, output.sequences, 12)).max()) < SAME
     assert kv_bytes(model, 100) == 2 * (8 + 100) * 2 * 8 * 4
 
 
-def test_in_a_process_of_its_own_and_never_random_without_hfkv(tmp_path):
+def test_in_a_process_of_its_own_and_never_random_without_hfkv(tmp_path, made, tokens):
     model = compress_latents(made("llama"), SIZE, tokens())
     model.save_pretrained(tmp_path)
     source = """
@@ -299,7 +265,7 @@ torch.save(model(torch.arange(1, 25)[None]).logits, sys.argv[1] + "/logits.pt")
     assert "mismatch" in found["0"].stderr.lower()
 
 
-def test_what_is_trained_is_the_passage():
+def test_what_is_trained_is_the_passage(made, tokens):
     model = compress_latents(made("qwen3"), 8, tokens())
     ids = tokens()
     model(ids, labels=ids).loss.backward()
@@ -310,6 +276,6 @@ def test_what_is_trained_is_the_passage():
         assert projection.up.weight.grad.abs().max() > 0
 
 
-def test_bfloat16_stays_bfloat16():
+def test_bfloat16_stays_bfloat16(made, tokens):
     model = compress_latents(made("qwen3").bfloat16(), 8, tokens())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
