@@ -90,6 +90,14 @@ def test_every_setting_is_right_on_latents(family, cache, options, allowed):
         assert error_of(case, family, chunk)[0] < allowed
 
 
+@pytest.mark.parametrize("name", registry.manager().specs(hfkv.CacheSpec))
+def test_layers_that_choose_tokens_by_an_indexer_are_refused(name):
+    """DeepSeek-V3.2 caches what its indexer reads besides: transformers' layer for that is not ours to replace."""
+    config = AutoConfig.for_model("deepseek_v32", num_hidden_layers=2)
+    with pytest.raises(NotImplementedError, match=rf"'{name}' .*DeepseekV32Config has none .*Fix: leave out"):
+        hfkv.make_cache(name, config)
+
+
 @every_model
 def test_windows_free_latents(family):
     """Bytes stay those of the sinks, the window and the room of an eighth, in latents."""

@@ -72,7 +72,8 @@ def build_cache(
     if not eligible:
         kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"
         raise NotImplementedError(
-            f"{name!r} works on full-attention layers, and {type(config).__name__} has none (cache layers: {kinds})"
+            f"{name!r} works on full-attention layers, and {type(config).__name__} has none (cache layers: {kinds}). "
+            f"Fix: leave out {named_in}, transformers makes a cache for them"
         )
     overrides = _overrides(given_layers, layers, eligible, name, base)
     chosen = {
