@@ -28,9 +28,7 @@ COMPOSITIONS = {
 }
 CONTRACTS = {
     "greedy": (generate.test_greedy, {}),
-    "sampling": (generate.test_sampling, {}),
     "beams": (generate.test_beam_search, {}),
-    "sequences": (generate.test_several_sequences_of_one_prompt, {}),
     "left padding": (generate.test_left_padded_batch, {}),
     "chunks": (generate.test_chunked_prefill, {}),
     "assisted": (generate.test_assisted_decoding, {}),

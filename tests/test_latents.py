@@ -53,6 +53,8 @@ def test_latents_are_packed_in_every_codec_and_width(family, backend, widths):
     errors = {}
     for nbits in widths:
         errors[nbits], cache = error_of(settings("kivi", backend=backend, nbits=nbits, **PACKING), family)
+        keys, values = cache.layers[0].dense()
+        assert (keys.shape, values.shape) == ((2, 1, TOKENS, LATENT), (2, 1, TOKENS, ROTARY))
         exact = (2 + 8 + 8) * (LATENT + ROTARY) * 4
         # of a block, keys: a group per channel; values: a group per token
         blocks = (TOKENS - 2 - 8) // 8
@@ -88,6 +90,19 @@ def test_every_setting_is_right_on_latents(family, cache, options, allowed):
     case = settings(cache, **options)
     for chunk in (3, 20):
         assert error_of(case, family, chunk)[0] < allowed
+
+
+@pytest.mark.parametrize("assistant", ["lookup", "self-kv"])
+@pytest.mark.parametrize(
+    ("cache", "options"), [("kivi", {"nbits": 8, **PACKING}), ("sink", {"window_length": 11, "sink_length": 3})]
+)
+def test_assistants_draft_from_latents(cache, options, assistant):
+    tiny = load("deepseek_v3", "sdpa")
+    ids = tiny.prompt(length=6).repeat(1, 4)
+    asked = {"cache_implementation": cache, "cache_config": options}
+    plain, drafted = (tiny.generate(ids, **asked, **more) for more in ({}, hfkv.assistant(assistant, tiny.model)))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert hfkv.stats(drafted).drafted > 0, "nothing was drafted: this proves nothing"
 
 
 @pytest.mark.parametrize("name", registry.manager().specs(hfkv.CacheSpec))
