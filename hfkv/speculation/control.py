@@ -115,6 +115,9 @@ class DraftLength:
         if self.plain_step is None:
             return 0
         if forecast is not None:
+            # most rounds have nothing to copy
+            if not forecast or forecast[0] == 0:
+                return 0
             return self._afford(list(accumulate(forecast, initial=1.0))[: self._most + 1])
         return self._believe()
 
@@ -135,15 +138,15 @@ class DraftLength:
 
     def _afford(self, tokens: Sequence[float]) -> int:
         """The best length by the tokens that 0, 1, ... drafts are expected to bring, of those that may be lost."""
+        costs = [self._cost(length) for length in range(len(tokens))]
+        speeds = [each / cost for each, cost in zip(tokens, costs, strict=True)]
+        if max(speeds) == speeds[0]:
+            return 0
         timed = max(_FIRST_TIMED, _GROWTH * self._costs.longest)
-        lengths = [
-            length for length in range(min(len(tokens), timed + 1)) if self._budget.bears(self._cost(length) - 1)
-        ]
-        best = self._best(tokens)
-        stopped = best > 0 and len(lengths) < 2
-        self.switched_off += stopped and not self._stopped
-        self._stopped = stopped
-        return max([0, *lengths], key=lambda length: tokens[length] / self._cost(length)) if best else 0
+        lengths = [length for length, cost in enumerate(costs) if 0 < length <= timed and self._budget.bears(cost - 1)]
+        stopped, self._stopped = self._stopped, not lengths
+        self.switched_off += self._stopped and not stopped
+        return max([0, *lengths], key=speeds.__getitem__)
 
     def _best(self, tokens: Sequence[float]) -> int:
         return max(range(len(tokens)), key=lambda length: tokens[length] / self._cost(length))
