@@ -55,8 +55,8 @@ def test_padded_vocabulary_is_no_obstacle(vocabulary, do_sample):
         assert texts[0] == tiny.generate(tiny.prompt(rows=2), max_new_tokens=40).sequences.tolist()
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (1.5, 4)])
-def test_rejection_sampling_is_exact(temperature, top_k):
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 0.7), (1.5, 4, 1.0)])
+def test_rejection_sampling_is_exact(temperature, top_k, top_p):
     spec = next(
         spec
         for plugin in hfkv.plugins()
@@ -68,7 +68,7 @@ def test_rejection_sampling_is_exact(temperature, top_k):
         def make(self, model, **options):
             return super().make(model, draft_sampling="rejection", **options)
 
-    contracts.test_sampling_is_exact(Rejecting(spec), temperature, top_k)
+    contracts.test_sampling_is_exact(Rejecting(spec), temperature, top_k, top_p)
 
 
 def test_rejection_accepts_more_where_models_differ():
