@@ -41,7 +41,7 @@ def make_view(nbits: int, kv_heads: int, tokens: int, head_dim: int, dtype: torc
     """Packed tokens, and sinks and residual on top of them."""
     exact = torch.randn(2, 1, kv_heads, SINK + RESIDUAL, head_dim, dtype=dtype)
     formats = PackedFormat(nbits, "channel", 32, head_dim), PackedFormat(nbits, "token", 32, head_dim)
-    return KVView(exact[0], exact[1], SINK, *(random_blocks(format, kv_heads, tokens) for format in formats))
+    return KVView.of(exact[0], exact[1], SINK, *(random_blocks(format, kv_heads, tokens) for format in formats))
 
 
 def causal_mask(queries: int, tokens: int, share: int, dtype: torch.dtype) -> torch.Tensor | None:

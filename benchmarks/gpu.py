@@ -254,7 +254,9 @@ def packed_view(nbits: int, batch: int, tokens: int, shape: tuple[int, int, int]
     exact = torch.randn(2, batch, kv_heads, SINK + RESIDUAL, head_dim, dtype=torch.bfloat16, device=device)
     packed = tokens - SINK - RESIDUAL
     formats = PackedFormat(nbits, "channel", 32, head_dim), PackedFormat(nbits, "token", 32, head_dim)
-    return KVView(exact[0], exact[1], SINK, *(random_blocks(form, batch, kv_heads, packed, device) for form in formats))
+    return KVView.of(
+        exact[0], exact[1], SINK, *(random_blocks(form, batch, kv_heads, packed, device) for form in formats)
+    )
 
 
 def view_bytes(view: KVView) -> int:

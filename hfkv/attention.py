@@ -50,7 +50,7 @@ def _for_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     from .cache.window import WindowHandle
     from .kernels.window import attend as attend_window
 
-    attend = _outside_graphs(attend_window)
+    attend = outside_graphs(attend_window)
 
     @functools.wraps(original)
     def attention_forward(
@@ -86,7 +86,7 @@ def wrap_expansion(original: Callable[..., Any]) -> Callable[..., Any]:
     return expand_kv
 
 
-def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+def outside_graphs(function: Callable[..., Any]) -> Any:
     """A function that torch.compile leaves alone, and that costs no more than itself where nothing is compiled."""
     import torch
 
@@ -105,7 +105,7 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     from .kernels.packed import attend as attend_packed
 
     # the choice of a kernel is made once, outside any graph; attention without handles compiles as ever
-    attend = _outside_graphs(attend_packed)
+    attend = outside_graphs(attend_packed)
 
     @functools.wraps(original)
     def sdpa_attention_forward(

@@ -7,11 +7,12 @@ from .padding import Padding
 from .quantizer import KVQuantizer, round_to_grid
 from .rotary import Rotation, find_rotation
 from .segmented import SegmentedLayer
-from .view import KVHandle, KVView
+from .view import ExactBuffers, KVHandle, KVView
 from .window import Window, WindowHandle, WindowView, make_window
 
 __all__ = [
     "CacheOptions",
+    "ExactBuffers",
     "KVHandle",
     "KVLayer",
     "KVQuantizer",

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from ..attention import outside_graphs
 from .layer import KVLayer
 from .padding import Padding
 
@@ -44,7 +45,7 @@ class HFKVCache(DynamicCache):
         self.padding.note(attention_mask)
 
     # packing depends on how many tokens there are, and the choice of a kernel is made once: no graph holds that
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

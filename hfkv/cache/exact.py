@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from .view import in_stored_order
+from .view import ExactBuffers, in_stored_order
 
 
 class ExactStore:
@@ -17,19 +17,28 @@ class ExactStore:
 
     Attributes
     ----------
-    keys, values
-        ``[batch, kv_heads, room, head_dim]``, the first ``length`` tokens in use.
+    buffers
+        The tensors; the first ``length`` tokens of them are in use.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys = keys
-        self.values = values
+        self._hold(keys, values)
         self.length = keys.shape[2]
 
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.buffers = ExactBuffers(keys, values)
+        # tokens that there is room for; every step asks
+        self.room = keys.shape[2]
+
     @property
-    def room(self) -> int:
-        """Tokens that the buffers have room for."""
-        return self.keys.shape[2]
+    def keys(self) -> torch.Tensor:
+        """``[batch, kv_heads, room, head_dim]``."""
+        return self.buffers.keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        """``[batch, kv_heads, room, head_dim]``."""
+        return self.buffers.values
 
     @property
     def nbytes(self) -> int:
@@ -43,18 +52,18 @@ class ExactStore:
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens in use, without a copy."""
-        # every step comes by: `narrow` takes a third of the time of an index expression
         return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write tokens in place where there is room, else join them to a run that is exactly sized."""
         count = key_states.shape[2]
         if self.length + count <= self.room:
+            # every step comes by: `narrow` takes a third of the time of an index expression
             self.keys.narrow(2, self.length, count).copy_(key_states)
             self.values.narrow(2, self.length, count).copy_(value_states)
         else:
             keys, values = self.view()
-            self.keys, self.values = torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+            self._hold(torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2))
         self.length += count
 
     def cut(self, begin: int, end: int, room: int) -> None:
@@ -67,14 +76,14 @@ class ExactStore:
             buffer[:, :, begin:kept] = states[:, :, end : self.length]
             return buffer
 
-        self.keys, self.values = copied(self.keys), copied(self.values)
+        self._hold(copied(self.keys), copied(self.values))
         self.length = kept
 
     def reorder(self, order: torch.Tensor | None) -> None:
         """Bring the tokens from token order to stored order (`Padding.order`)."""
         if order is not None:
-            self.keys, self.values = (in_stored_order(states, order) for states in self.view())
+            self._hold(*(in_stored_order(states, order) for states in self.view()))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Pass the buffers through a function that keeps the tokens."""
-        self.keys, self.values = function(self.keys), function(self.values)
+        self._hold(function(self.keys), function(self.values))

@@ -114,8 +114,21 @@ class PackedFormat:
         return self.groups * (self.group_bytes + 2 * SCALE_DTYPE.itemsize)
 
 
+class WithPrepared:
+    """A dataclass of tensors, with which kernels keep what they made of them."""
+
+    @cached_property
+    def prepared(self) -> dict[str, Any]:
+        """What kernels keep with these very tensors, by the kernels' name, such as addresses; copies have none."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, for copies and pickles: what is derived from their tensors is not the copy's."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class PackedBlocks:
+class PackedBlocks(WithPrepared):
     """Blocks of packed keys or values.
 
     Attributes
@@ -151,15 +164,6 @@ class PackedBlocks:
         if not self.format.hierarchical:
             return self
         return replace(self, format=self.format.upper_half, codes=self.codes.narrow(3, 0, self.format.groups))
-
-    @cached_property
-    def prepared(self) -> dict[str, Any]:
-        """What kernels keep with these very tensors, by the kernels' name, such as addresses; copies have none."""
-        return {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The fields, for copies and pickles: what is derived from their tensors is not the copy's."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
         """The same blocks with every tensor passed through a function."""

@@ -134,7 +134,7 @@ class Segments(KVLayer):
         # the tokens that moved to make room for sinks are among the first to be dropped
         order = None if self._dropped else self._order
         keys, values = (store.view() for store in self._packed)
-        return KVView(*self._exact.view(), self.sink_length, keys, values, order)
+        return KVView(self._exact.buffers, self._exact.length, self.sink_length, keys, values, order)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """All keys and values that are kept, in full precision; None while empty."""

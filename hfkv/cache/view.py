@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from .. import kernels
-from .packed import PackedBlocks
+from .packed import PackedBlocks, WithPrepared
+
+
+@dataclass(frozen=True, eq=False)
+class ExactBuffers(WithPrepared):
+    """Tensors of full-precision tokens, with room for more: written once, in token order.
+
+    Attributes
+    ----------
+    keys, values
+        ``[batch, kv_heads, room, head_dim]``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -19,8 +34,10 @@ class KVView:
 
     Attributes
     ----------
-    exact_keys, exact_values
-        ``[batch, kv_heads, sink + residual, head_dim]`` in the model's dtype, the current forward's tokens last.
+    exact
+        The buffers of the full-precision tokens, in the model's dtype.
+    exact_length
+        How many of them there are, sink and residual: the first ones of the buffers, the current forward's last.
     sink
         How many of the exact tokens come before the packed ones.
     keys, values
@@ -30,17 +47,40 @@ class KVView:
         the front; the other slots, and all where it is None, hold their own token.
     """
 
-    exact_keys: torch.Tensor
-    exact_values: torch.Tensor
+    exact: ExactBuffers
+    exact_length: int
     sink: int
     keys: PackedBlocks
     values: PackedBlocks
     order: torch.Tensor | None = None
 
+    @staticmethod
+    def of(
+        exact_keys: torch.Tensor,
+        exact_values: torch.Tensor,
+        sink: int,
+        keys: PackedBlocks,
+        values: PackedBlocks,
+        order: torch.Tensor | None = None,
+    ) -> KVView:
+        """A view whose exact tokens are all of these: ``[batch, kv_heads, sink + residual, head_dim]``."""
+        return KVView(ExactBuffers(exact_keys, exact_values), exact_keys.shape[2], sink, keys, values, order)
+
+    # made for who asks: kernels that read the buffers spare each step two views
+    @cached_property
+    def exact_keys(self) -> torch.Tensor:
+        """``[batch, kv_heads, sink + residual, head_dim]``."""
+        return self.exact.keys.narrow(2, 0, self.exact_length)
+
+    @cached_property
+    def exact_values(self) -> torch.Tensor:
+        """``[batch, kv_heads, sink + residual, head_dim]``."""
+        return self.exact.values.narrow(2, 0, self.exact_length)
+
     @property
     def length(self) -> int:
         """Tokens, of all segments."""
-        return self.keys.length + self.exact_keys.shape[2]
+        return self.keys.length + self.exact_length
 
     def coarse(self) -> KVView:
         """The same tokens, of hierarchical codes the upper halves alone."""
@@ -91,10 +131,10 @@ class KVHandle(torch.Tensor):
     @staticmethod
     def __new__(cls, view: KVView, part: Literal["keys", "values"]) -> KVHandle:
         """A tensor without storage, of the shape that all segments have together."""
-        exact = view.exact_keys if part == "keys" else view.exact_values
-        batch, heads, tokens, head_dim = exact.shape
-        shape = batch, heads, view.keys.length + tokens, head_dim
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=exact.dtype, device=exact.device)
+        buffer = view.exact.keys if part == "keys" else view.exact.values
+        batch, heads, _, head_dim = buffer.shape
+        shape = batch, heads, view.length, head_dim
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=buffer.dtype, device=buffer.device)
 
     def __init__(self, view: KVView, part: Literal["keys", "values"]) -> None:
         self.snapshot = view

@@ -133,7 +133,7 @@ class WindowView:
                 states.gather(2, index.expand(*states.shape[:2], -1, states.shape[3])) for states in (keys, values)
             ]
         keys, values = keys[:, :, sinks:], values[:, :, sinks:]
-        body = (keys, values) if packed is None else KVView(keys, values, 0, *packed)
+        body = (keys, values) if packed is None else KVView.of(keys, values, 0, *packed)
         left = None if order is None else order[:, 0]
         longest = 0 if order is None else order.shape[1] - sinks
         return WindowView(window, seen, apart[0], apart[1], body, sinks + dropped, left, longest, padding)

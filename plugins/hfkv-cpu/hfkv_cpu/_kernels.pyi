@@ -29,6 +29,9 @@ class Blocks:
         scale_strides: tuple[int, ...],
     ) -> None: ...
 
+class Exact:
+    def __init__(self, keys: tuple[int, ...], values: tuple[int, ...]) -> None: ...
+
 class Grid:
     def __init__(self, code: int, middle: float, levels: list[float]) -> None: ...
 
@@ -37,15 +40,19 @@ def threads_from() -> str: ...
 def attend(
     isa: int,
     threads: int,
-    query: tuple[Any, ...],
-    exact_keys: tuple[Any, ...],
-    exact_values: tuple[Any, ...],
+    query: int,
+    type: int,
+    query_sizes: tuple[int, ...],
+    query_strides: tuple[int, ...],
+    exact: Exact,
+    exact_length: int,
+    sink: int,
     keys: Blocks,
     values: Blocks,
+    kv_heads: int,
     mask: tuple[Any, ...] | None,
-    output: tuple[Any, ...],
+    output: int,
     lse: int,
-    sizes: tuple[int, ...],
     scale: float,
     causal: bool,
 ) -> None: ...

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hfkv.cache import KVQuantizer, KVView, PackedBlocks, PackedFormat
+from hfkv.cache import ExactBuffers, KVQuantizer, KVView, PackedBlocks, PackedFormat
 from hfkv.cache.packed import UPPER_HALVES
 from hfkv.kernels import Request
 from hfkv.weights import Grid, PackedWeight
@@ -95,27 +95,34 @@ class CpuKernels:
         self, query: torch.Tensor, view: KVView, mask: torch.Tensor | None, scale: float, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over packed and exact segments (`ReferenceKernels.attend`)."""
-        batch, heads, queries, _ = query.shape
-        channels = view.values.format.head_dim
-        query, exact_keys, exact_values = _rows(query), _rows(view.exact_keys), _rows(view.exact_values)
-        _, kv_heads, exact, _ = exact_keys.shape
+        sizes, strides = query.shape, query.stride()
+        if strides[3] != 1:
+            query = query.contiguous()
+            strides = query.stride()
+        batch, heads, queries, _ = sizes
+        keys, values = view.keys, view.values
         # as the caller wants it in the end: [batch, queries, heads, channels] is contiguous
-        output = torch.empty((batch, queries, heads, channels), dtype=query.dtype)
+        output = torch.empty((batch, queries, heads, values.format.head_dim), dtype=query.dtype)
         lse = torch.empty((batch, heads, queries), dtype=torch.float32)
         if mask is not None:
             mask = _rows(mask if mask.dtype in TYPES else mask.float()).expand(batch, heads, -1, -1)
+        exact, _owners = _exact(view.exact)
         _kernels.attend(
             self._index,
             torch.get_num_threads(),
-            _tensor(query),
-            _tensor(exact_keys),
-            _tensor(exact_values),
-            _record(view.keys),
-            _record(view.values),
+            query.data_ptr(),
+            TYPES[query.dtype],
+            sizes,
+            strides,
+            exact,
+            view.exact_length,
+            view.sink,
+            _record(keys),
+            _record(values),
+            keys.codes.shape[1],
             None if mask is None else _tensor(mask),
-            (output.data_ptr(), TYPES[query.dtype], queries * heads * channels, channels, heads * channels),
+            output.data_ptr(),
             lse.data_ptr(),
-            (batch, heads, kv_heads, queries, exact, view.sink),
             scale,
             causal,
         )
@@ -202,6 +209,18 @@ def _record(blocks: PackedBlocks) -> Any:
         if whole is blocks:
             blocks.prepared[CpuKernels.name] = record
     return record
+
+
+def _exact(buffers: ExactBuffers) -> tuple[Any, Any]:
+    """Exact tokens as the module reads them, and who owns that memory; kept with the buffers if it is theirs."""
+    found = buffers.prepared.get(CpuKernels.name)
+    if found is None:
+        keys, values = _rows(buffers.keys), _rows(buffers.values)
+        found = _kernels.Exact(_tensor(keys), _tensor(values)), (keys, values)
+        # a copy is made anew each time, as what it was made of may change
+        if keys is buffers.keys and values is buffers.values:
+            buffers.prepared[CpuKernels.name] = found
+    return found
 
 
 @functools.lru_cache(maxsize=256)

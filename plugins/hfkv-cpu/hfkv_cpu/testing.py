@@ -60,7 +60,7 @@ def make_view(
         if constant:
             tokens = tokens[:, :, :1].expand_as(tokens).mean(-1, keepdim=True).expand_as(tokens)
         packed.append(make_blocks(tokens.to(dtype), format, grown))
-    return KVView(
+    return KVView.of(
         states(sink + exact, head_dim).to(dtype),
         states(sink + exact, value_head_dim).to(dtype),
         sink,

@@ -118,6 +118,15 @@ void init_blocks(Blocks* blocks, const OwnedFormat& own, nb::object, int64_t cou
     for (int i = 0; i < 6; i++) *strides[i] = nb::cast<int64_t>(i < 3 ? codes_strides[i] : scale_strides[i - 3]);
 }
 
+// Where exact tokens are: made once for all calls that read the same buffers.
+struct Exact {
+    Tensor keys, values;
+};
+
+void init_exact(Exact* exact, const nb::tuple& keys, const nb::tuple& values) {
+    new (exact) Exact{tensor_from(keys), tensor_from(values)};
+}
+
 // tokens of the smallest part that a context is split into, and the parts that each thread should find to do: a part begins
 // with what no cache holds yet
 constexpr int64_t PART_TOKENS = 256, PARTS_PER_THREAD = 3;
@@ -145,21 +154,27 @@ template <typename Args> struct Call {
     int64_t size;
 };
 
-void run_attend(int isa, int threads, const nb::tuple& query, const nb::tuple& exact_keys, const nb::tuple& exact_values,
-                const Blocks& keys, const Blocks& values, nb::object mask, const nb::tuple& output, uintptr_t lse,
-                const nb::tuple& sizes, double scale, bool causal) {
+// `query_sizes` is (batch, heads, queries, head_dim); the output is [batch, queries, heads, channels] and contiguous, in the
+// query's type.
+void run_attend(int isa, int threads, uintptr_t query, int type, const nb::tuple& query_sizes, const nb::tuple& query_strides,
+                const Exact& exact, int64_t exact_length, int64_t sink, const Blocks& keys, const Blocks& values,
+                int64_t kv_heads, nb::object mask, uintptr_t output, uintptr_t lse, double scale, bool causal) {
     const Kernels& kernels = kernels_of(isa);
     Attend a{};
-    a.query = tensor_from(query);
-    a.exact_keys = tensor_from(exact_keys);
-    a.exact_values = tensor_from(exact_values);
-    a.output = tensor_from(output);
+    const auto size_of = [&](int i) { return nb::cast<int64_t>(query_sizes[i]); };
+    const auto stride_of = [&](int i) { return nb::cast<int64_t>(query_strides[i]); };
+    a.batch = size_of(0), a.heads = size_of(1), a.queries = size_of(2), a.kv_heads = kv_heads;
+    a.query = {reinterpret_cast<void*>(query), stride_of(0), stride_of(1), stride_of(2), static_cast<Type>(type)};
+    a.exact_keys = exact.keys;
+    a.exact_values = exact.values;
+    a.exact_length = exact_length;
+    a.sink = sink;
     a.keys = keys;
     a.values = values;
+    const int64_t channels = values.format.head_dim;
+    a.output = {reinterpret_cast<void*>(output), a.queries * a.heads * channels, channels, a.heads * channels, a.query.type};
     if (!mask.is_none()) a.mask = tensor_from(nb::cast<nb::tuple>(mask));
     a.lse = reinterpret_cast<float*>(lse);
-    int64_t* fields[] = {&a.batch, &a.heads, &a.kv_heads, &a.queries, &a.exact_length, &a.sink};
-    for (int i = 0; i < 6; i++) *fields[i] = nb::cast<int64_t>(sizes[i]);
     a.scale = static_cast<float>(scale);
     a.causal = causal;
 
@@ -256,11 +271,13 @@ NB_MODULE(_kernels, m) {
     nb::class_<hfkv::Blocks>(m, "Blocks")
         .def("__init__", &hfkv::init_blocks, "format"_a, "owner"_a.none(), "count"_a, "codes"_a, "scale"_a, "offset"_a,
              "codes_strides"_a, "scale_strides"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
+    nb::class_<hfkv::Exact>(m, "Exact").def("__init__", &hfkv::init_exact, "keys"_a, "values"_a);
     nb::class_<hfkv::OwnedGrid>(m, "Grid").def(nb::init<int, float, const std::vector<float>&>());
     m.def("isa_names", &hfkv::isa_names, "The instruction sets that this processor has, best first.");
     m.def("threads_from", &hfkv::threads_from, "Whose threads do the work: \"openmp\" (torch's own) or \"std::thread\".");
-    m.def("attend", &hfkv::run_attend, "isa"_a, "threads"_a, "query"_a, "exact_keys"_a, "exact_values"_a, "keys"_a, "values"_a,
-          "mask"_a.none(), "output"_a, "lse"_a, "sizes"_a, "scale"_a, "causal"_a);
+    m.def("attend", &hfkv::run_attend, "isa"_a, "threads"_a, "query"_a, "type"_a, "query_sizes"_a, "query_strides"_a, "exact"_a,
+          "exact_length"_a, "sink"_a, "keys"_a, "values"_a, "kv_heads"_a, "mask"_a.none(), "output"_a, "lse"_a, "scale"_a,
+          "causal"_a);
     m.def("pack", &hfkv::run_convert<true>, "isa"_a, "threads"_a, "states"_a, "blocks"_a, "batch"_a, "heads"_a);
     m.def("matmul", &hfkv::run_matmul, "isa"_a, "threads"_a, "grid"_a, "codes"_a, "scale"_a, "offset"_a, "one_scale"_a, "group"_a,
           "row_bytes"_a, "rows"_a, "inputs"_a, "outputs"_a, "x"_a, "x_stride"_a, "y"_a, "y_stride"_a, "type"_a);

@@ -8,6 +8,8 @@ import pickle
 import pytest
 import torch
 
+from hfkv.cache import KVView
+from hfkv.cache.exact import ExactStore
 from hfkv.kernels import REFERENCE
 from hfkv.testing.packing import poisoned
 from hfkv_cpu.kernels import CpuKernels
@@ -142,16 +144,40 @@ def test_chunks_of_bfloat16_with_masks(threads):
 
 
 def test_copies_of_a_view_are_read_where_they_are():
-    """The addresses of blocks are kept with them, and no copy takes them along."""
+    """The addresses of blocks and of exact tokens are kept with them, and no copy takes them along."""
     view = make_view(head_dim=64)
     query = torch.randn(1, 4, 1, 64)
     expected, _ = check(view, query)
     copies = copy.deepcopy(view), pickle.loads(pickle.dumps(view))
     for blocks in (view.keys, view.values):
         blocks.scale.zero_()
+    view.exact.keys.zero_()
+    view.exact.values.zero_()
     for other in copies:
         output, _ = check(other, query)
         assert torch.equal(output, expected)
+
+
+def test_views_of_a_store_stay_what_they_were():
+    """Tokens are written into the same buffers or lead to new ones: what was handed out before sees neither."""
+    packed = make_view(head_dim=64)
+    store = ExactStore(packed.exact_keys[:, :, :9], packed.exact_values[:, :, :9])
+    store.cut(0, 0, room=12)
+    query = torch.randn(1, 4, 1, 64)
+    seen = []
+    for _ in range(6):
+        view = KVView(store.buffers, store.length, packed.sink, packed.keys, packed.values)
+        seen.append((view, check(view, query)[0]))
+        # in place, then joined to a longer run
+        store.append(
+            torch.randn(1, packed.keys.codes.shape[1], 1, 64), torch.randn(1, packed.keys.codes.shape[1], 1, 64)
+        )
+    store.cut(4, 8, room=12)
+    cut = KVView(store.buffers, store.length, packed.sink, packed.keys, packed.values)
+    check(cut, query)
+    for view, expected in seen:
+        assert torch.equal(check(view, query)[0], expected)
+    assert len({view.exact for view, _ in seen} | {cut.exact}) > 2
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -263,7 +263,7 @@ def test_attention_reads_a_codebook(queries):
         kernels.pack(part, PackedFormat(4, axis, GROUP, HEAD_DIM, rule.codebook(4)), rule)
         for part, axis in ((keys, "channel"), (values, "token"))
     ]
-    view = hfkv.cache.KVView(exact_keys, exact_values, 0, *packed, None)
+    view = hfkv.cache.KVView.of(exact_keys, exact_values, 0, *packed, None)
     query = states(2, 4, queries, HEAD_DIM, seed=5)
     output, _ = kernels.attend(query, view, scale=HEAD_DIM**-0.5, causal=True)
     all_keys, all_values = (

@@ -54,7 +54,7 @@ def make_view(
         # a level of its own for each channel, as keys have it
         level = torch.randn(format.head_dim, generator=generator).to(device, dtype)
         packed.append(make_blocks(states(blocks * format.block_length, format.head_dim) + level, format, grown))
-    return KVView(states(sink + exact, head_dim), states(sink + exact, value_head_dim), sink, *packed)
+    return KVView.of(states(sink + exact, head_dim), states(sink + exact, value_head_dim), sink, *packed)
 
 
 def check_attend(
