@@ -112,13 +112,20 @@ def check(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], n
     if getattr(model, "_is_stateful", False):
         raise NotImplementedError(f"{type(model).__name__} keeps a state that cannot be taken back, as drafts must be")
     for layer in decoder_layers(cache):
-        if not layer.is_croppable and not hasattr(layer, "record_past"):
+        if not _can_take_back(layer):
             what = getattr(layer, "technique", type(layer).__name__)
             raise NotImplementedError(
                 f"the cache {what!r} cannot crop, and the assistant {name!r} takes rejected tokens back. "
                 "Generate without it, or choose another cache"
             )
     return cache
+
+
+def _can_take_back(layer: Any) -> bool:
+    from transformers.cache_utils import QuantizedLayer
+
+    # transformers' quantized layers before 5.24 say that they crop, and crop what is not quantized yet
+    return hasattr(layer, "record_past") or (layer.is_croppable and not isinstance(layer, QuantizedLayer))
 
 
 def decoder_layers(cache: Any) -> list[Any]:
