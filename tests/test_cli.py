@@ -254,6 +254,8 @@ def test_kernels_name_who_runs_what(register, monkeypatch):
     assert {choice["dtype"] for choice in listed} >= {"float32", "bfloat16"}
     taken = {(choice["op"], choice["nbits"]) for choice in listed if choice["kernel"] == "fourbits"}
     assert taken == {("attend", 4)}
+    halved = {(choice["op"], choice["nbits"]) for choice in listed if choice["hierarchical"]}
+    assert halved == {("pack", 8), ("unpack", 8), ("attend", 8)}
     for choice in listed:
         assert choice["verdicts"][-1]["kernel"] == "reference"
         assert choice["kernel"] == next(item["kernel"] for item in choice["verdicts"] if item["supported"])
@@ -278,7 +280,7 @@ def test_reasons_stand_for_exactly_what_was_asked(register):
         for op, device, dtype, nbits in itertools.product(ops, devices, dtypes, widths)
     }
     asked = {
-        (kernels._op(choice), choice["device"], choice["dtype"], str(choice["nbits"])): tuple(
+        (kernels._op(choice), choice["device"], choice["dtype"], kernels._width(choice)): tuple(
             (item["kernel"], item["supported"], item["reason"]) for item in choice["verdicts"]
         )
         for choice in listed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +15,8 @@ OPS = ("pack", "unpack", "attend", "dequantize", "matmul")
 WEIGHT_OPS = ("dequantize", "matmul")
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (2, 3, 4, 8)
+# codes of 8 bits whose upper 4 are also read alone
+HALVES = (8, True)
 # what most models have; a kernel that refuses another size says so when it is asked for it
 HEAD_DIM = 128
 GROUP_SIZE = 32
@@ -21,7 +25,8 @@ GROUP_SIZE = 32
 def choices() -> list[dict[str, Any]]:
     """One entry for each op, quantizer (pack only), device, dtype and width, with every kernel's verdict.
 
-    The formats are KIVI's: keys per channel, values per token; those of weights have offsets. Imports torch.
+    The formats are KIVI's: keys per channel, values per token, 8 bits in one piece and in halves (hierarchical); those
+    of weights have offsets. Imports torch.
     """
     import torch
 
@@ -36,24 +41,28 @@ def choices() -> list[dict[str, Any]]:
         for quantizer in quantizers if op == "pack" else [None]:
             for device in devices():
                 for dtype in DTYPES:
-                    for nbits in WIDTHS if quantizer is None else quantizer.nbits:
+                    for nbits, halves in _widths(op, WIDTHS if quantizer is None else quantizer.nbits):
                         name = None if quantizer is None else quantizer.name
                         weights = op in WEIGHT_OPS
                         grid = Grid(nbits, GROUP_SIZE, affine=True) if weights else None
-                        formats = () if weights else _formats(op, nbits)
+                        formats = () if weights else _formats(op, nbits, halves)
                         request = Request(op, device, getattr(torch, dtype), formats, name, grid)  # type: ignore[arg-type]
-                        result.append(
-                            {"op": op, "quantizer": name, "device": device, "dtype": dtype, "nbits": nbits}
-                            | _verdicts(request)
-                        )
+                        asked = {"op": op, "quantizer": name, "device": device, "dtype": dtype, "nbits": nbits}
+                        result.append(asked | {"hierarchical": halves} | _verdicts(request))
     return result
 
 
-def _formats(op: str, nbits: int) -> tuple[Any, ...]:
+def _widths(op: str, nbits: Iterable[int]) -> list[tuple[int, bool]]:
+    """The widths of an op, and whether the codes are in halves."""
+    halves = [] if op in WEIGHT_OPS else [HALVES]
+    return [width for width in [*((bits, False) for bits in WIDTHS), *halves] if width[0] in nbits]
+
+
+def _formats(op: str, nbits: int, hierarchical: bool) -> tuple[Any, ...]:
     from ..cache.packed import PackedFormat
 
-    keys = PackedFormat(nbits, "channel", GROUP_SIZE, HEAD_DIM)
-    return (keys, PackedFormat(nbits, "token", GROUP_SIZE, HEAD_DIM)) if op == "attend" else (keys,)
+    keys = PackedFormat(nbits, "channel", GROUP_SIZE, HEAD_DIM, hierarchical=hierarchical)
+    return (keys, replace(keys, axis="token")) if op == "attend" else (keys,)
 
 
 def devices() -> list[str]:
@@ -81,17 +90,19 @@ def _verdicts(request: Any) -> dict[str, Any]:
 
 def show(console: Console, found: list[dict[str, Any]], explain: bool) -> None:
     """Print the choices, a row for each op, device and dtype; with the reasons where they are asked for."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("op", "device", "dtype", *(f"{nbits} bit" for nbits in WIDTHS)):
+    # narrow: in a terminal of 80 columns no cell is cut
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    widths = [*map(str, WIDTHS), _width({"nbits": HALVES[0], "hierarchical": True})]
+    for column in ("op", "device", "dtype", *(f"{width} bit" for width in widths)):
         table.add_column(column)
-    rows: dict[tuple[str, str, str], dict[int, str]] = {}
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for choice in found:
         row = rows.setdefault((_op(choice), choice["device"], choice["dtype"]), {})
-        row[choice["nbits"]] = choice["kernel"] or "[red]broken[/]"
+        row[_width(choice)] = choice["kernel"] or "[red]broken[/]"
     for key, cells in rows.items():
-        table.add_row(*key, *(cells.get(nbits, "[dim]-[/]") for nbits in WIDTHS))
+        table.add_row(*key, *(cells.get(width, "[dim]-[/]") for width in widths))
     about = f"kernels for groups of {GROUP_SIZE} and {HEAD_DIM} channels; keys per channel, values per token"
-    console.print(f"{about}; weights with offsets\n")
+    console.print(f"{about}; 2x4 bit: 8 in halves (hierarchical=True); weights with offsets\n")
     console.print(table)
     for error in dict.fromkeys(choice["error"] for choice in found if choice["error"]):
         console.print(f"\n[red]broken:[/] {escape(error)}", soft_wrap=True)
@@ -102,6 +113,10 @@ def show(console: Console, found: list[dict[str, Any]], explain: bool) -> None:
 
 def _op(choice: dict[str, Any]) -> str:
     return f"{choice['op']} ({choice['quantizer']})" if choice["quantizer"] else choice["op"]
+
+
+def _width(choice: dict[str, Any]) -> str:
+    return f"2x{choice['nbits'] // 2}" if choice["hierarchical"] else str(choice["nbits"])
 
 
 def _reasons(found: list[dict[str, Any]]) -> Table:
@@ -128,7 +143,7 @@ def _merged(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
             (_op(choice),),
             (choice["device"],),
             (choice["dtype"],),
-            (str(choice["nbits"]),),
+            (_width(choice),),
         )
         for choice in found
         if choice["verdicts"]
