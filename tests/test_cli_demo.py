@@ -22,6 +22,7 @@ from hfkv.cli.quality import compare, decode_quality
 from hfkv.cli.settings import PLAIN, Setting, parse_cache
 from hfkv.cli.weights import WeightSetting, parse_weights
 from hfkv.integration import cache_argument
+from hfkv.kernels import forget_choices
 
 HEADS, HEAD_DIM, LAYERS = 2, 32, 3
 PROMPT, NEW = 400, 12
@@ -189,6 +190,23 @@ def test_terminal_shows_texts_and_the_table(folder):
     assert float(kivi[6]) < 32
     # each text under its heading
     assert shown.index("plain ─") < shown.index("kivi ─") < shown.index("tokens/s")
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def kernel(request, monkeypatch):
+    """The kernel that is forced, and forgotten after."""
+    if request.param == "cpu":
+        pytest.importorskip("hfkv_cpu", reason="where nothing faster is installed, reference is all there is")
+    monkeypatch.setenv("HFKV_KERNELS", request.param)
+    forget_choices()
+    yield request.param
+    forget_choices()
+
+
+def test_terminal_says_what_reads_packed_blocks_faster(folder, kernel):
+    shown = demo(folder, "--prompt-tokens", "400", "--max-new-tokens", "4", "--no-quality", "--cache", "kivi").output
+    assert f"what is packed: {kernel} (" in shown
+    assert ("'hfkv[cpu]'" in shown) is (kernel == "reference")
 
 
 def test_prompt_comes_from_a_file_or_from_the_command_line(folder, tmp_path):

@@ -93,7 +93,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.print(table)
     console.print()
     for line in _notes(report):
-        console.print(line, style="dim")
+        console.print(escape(line), style="dim")
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
@@ -117,5 +117,6 @@ def _notes(report: dict[str, Any]) -> list[str]:
         )
     kernels = ", ".join(dict.fromkeys(item["kernel"] for item in report["caches"] if item["kernel"]))
     if kernels:
-        notes.append(f"The kernel that reads what is packed: {kernels} (hfkv list --kernels).")
+        faster = " 'hfkv[cpu]' and 'hfkv[triton]' bring faster ones." if "reference" in kernels else ""
+        notes.append(f"The kernel that reads what is packed: {kernels} (hfkv list --kernels).{faster}")
     return notes
