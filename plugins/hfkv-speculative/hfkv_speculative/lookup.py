@@ -87,6 +87,8 @@ class LookupDrafter(Drafter):
     def __init__(self, call: Call, options: LookupOptions, resources: list[Index]) -> None:
         super().__init__(call, options, resources)
         self._rows: list[Index] = []
+        # of each row: looked for once a token, though a round asks for it twice
+        self._matches: dict[int, tuple[int, int, Index]] = {}
         self._evidence = CopyEvidence()
 
     @classmethod
@@ -132,13 +134,15 @@ class LookupDrafter(Drafter):
         own = self._rows[row]
         if not own.tokens:
             own.extend(ids[row, :known].tolist())
+            self._matches[row] = self._longest(own)
         for token in ids[row, len(own.tokens) : known].tolist():
             # whether a copy would have been right, drafted or not
-            length, place, source = self._longest(own)
+            length, place, source = self._matches[row]
             if length:
                 self._evidence.learn(length, source.tokens[place] == token)
             own.extend([token])
-        return self._longest(own)
+            self._matches[row] = self._longest(own)
+        return self._matches[row]
 
     def _longest(self, own: Index) -> tuple[int, int, Index]:
         recent = own.tokens[-_LONGEST_MATCH:]
