@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydoc_data.topics import topics
+from typing import Any
 
 NOTES = (
     "The library opens at nine on weekdays and at ten on Saturdays. Members may borrow six books for three weeks. "
@@ -46,3 +47,12 @@ FREE = [
     "How do plants drink water?",
     "Tell me about the history of bread.",
 ]
+
+
+def chat(tokenizer: Any, question: str) -> dict[str, Any]:
+    """The inputs of one question."""
+    return dict(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    )

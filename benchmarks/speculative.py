@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import transformers
 from parts import PartTable, Run
-from prompts import FREE, REPEAT
+from prompts import FREE, REPEAT, chat
 from timing import machine_line, processor, software
 
 import hfkv
@@ -61,11 +61,7 @@ class Case:
 
     def chat(self, text: str) -> dict[str, Any]:
         """The inputs of one question."""
-        return dict(
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        )
+        return chat(self.tokenizer, text)
 
     def passage(self, tokens: int, start: int = 0) -> dict[str, Any]:
         """So many tokens of CPython's help."""

@@ -12,16 +12,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prompts import FREE, REPEAT
+from prompts import FREE, REPEAT, chat
 
 from hfkv.cli.models import load_model
 
 
 def trace(model: Any, tokenizer: Any, question: str, new_tokens: int) -> dict[str, list[int]]:
     """The prompt and the answer."""
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = chat(tokenizer, question)
     output = model.generate(**inputs, do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens)
     numbers: dict[int, int] = {}
     text = [numbers.setdefault(token, len(numbers)) for token in output[0].tolist()]
