@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hfkv
 from hfkv.integration import cache_argument
-from hfkv.testing.models import logits_error
+from hfkv.testing.models import FAMILIES, VOCABULARY, logits_error
 from hfkv_crosslayer.reference import reference
 
-LAYERS, LATENT, ROTARY, TOKENS = 4, 32, 8, 40
+LAYERS, TOKENS = 4, 40
 PACKING = {"group_size": 8, "residual_length": 8, "sink_length": 2}
 MODELS = ("deepseek_v2", "deepseek_v3")
 
@@ -24,19 +24,15 @@ MODELS = ("deepseek_v2", "deepseek_v3")
 @functools.cache
 def model(model_type):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        model_type, vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=LATENT, qk_rope_head_dim=ROTARY,
-        qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=LAYERS,
-        initializer_range=0.1, n_group=1, topk_group=1,
-    )  # fmt: skip
+    deeper = {"num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS}
+    config = AutoConfig.for_model(vocab_size=VOCABULARY, **FAMILIES[model_type] | deeper)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 @torch.no_grad()
 def decoded(model_type, cache):
     """Logits of 8 tokens in a prompt and the others one by one."""
-    ids = torch.randint(1, 96, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(1, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     pieces = [ids[:, :8], *ids[:, 8:].split(1, dim=1)]
     this = model(model_type)
     return ids, torch.cat([this(piece, **{cache_argument(this): cache}).logits for piece in pieces], dim=1)

@@ -13,7 +13,7 @@ import hfkv
 from hfkv.cache import find_rotation
 from hfkv.integration import cache_argument
 from hfkv.testing.forgetting import forgetting
-from hfkv.testing.models import load, logits_error
+from hfkv.testing.models import FAMILIES, load, logits_error
 
 SIZES = {
     "vocab_size": 96,
@@ -30,15 +30,6 @@ SIZES = {
 }
 ROPE = {"rope_theta": 10000.0}
 LONG = {"factor": 8.0, "original_max_position_embeddings": 32}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 2,
-}
 MODELS = {
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **ROPE}},
     "dynamic, within its length": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **ROPE}},
@@ -61,14 +52,10 @@ MODELS = {
     # scores are bounded
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "layer_types": ["full_attention"] * 2},
     # latents are cached, and pairs of neighbours turned in the last channels; a scaling has a factor of its own
-    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": {"rope_type": "yarn", **LONG, **ROPE}},
+    "deepseek_v3": {**FAMILIES["deepseek_v3"], "rope_parameters": {"rope_type": "yarn", **LONG, **ROPE}},
     # the same in complex numbers
-    "deepseek_v2": {"model_type": "deepseek_v2", **LATENT},
-    "deepseek_v2, yarn": {
-        "model_type": "deepseek_v2",
-        **LATENT,
-        "rope_parameters": {"rope_type": "yarn", **LONG, **ROPE},
-    },
+    "deepseek_v2": FAMILIES["deepseek_v2"],
+    "deepseek_v2, yarn": {**FAMILIES["deepseek_v2"], "rope_parameters": {"rope_type": "yarn", **LONG, **ROPE}},
     # a logit per head takes attention away, and cosines come for half of the channels
     "gpt_oss": {
         "model_type": "gpt_oss",
