@@ -274,13 +274,17 @@ def test_reasons_stand_for_exactly_what_was_asked(register):
     listed = kernels.choices()
     assert "not four bits" in shown(listed, explain=True)
     assert "not four bits" not in shown(listed, explain=False)
+
+    def width(choice):
+        return kernels._width(choice["nbits"], choice["hierarchical"])
+
     claimed = {
         (op, device, dtype, nbits): verdicts
         for verdicts, ops, devices, dtypes, widths in kernels._merged(listed)
         for op, device, dtype, nbits in itertools.product(ops, devices, dtypes, widths)
     }
     asked = {
-        (kernels._op(choice), choice["device"], choice["dtype"], kernels._width(choice)): tuple(
+        (kernels._op(choice), choice["device"], choice["dtype"], width(choice)): tuple(
             (item["kernel"], item["supported"], item["reason"]) for item in choice["verdicts"]
         )
         for choice in listed

@@ -199,7 +199,7 @@ def test_rows_of_a_draft_vocabulary_are_freed_with_the_heads_and_keep_no_model(m
 
 
 def test_an_output_embedding_that_is_fetched_for_each_forward_is_read_whole(model):
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate", reason="accelerate, which fetches the embedding, is not installed")
     heads = MedusaHeads.for_model(model, draft_vocab_size=3)
     states = torch.randn(2, model.config.hidden_size)
     expected = heads.draft_output(model)(states)

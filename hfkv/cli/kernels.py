@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,8 @@ from rich.table import Table
 OPS = ("pack", "unpack", "attend", "dequantize", "matmul")
 WEIGHT_OPS = ("dequantize", "matmul")
 DTYPES = ("float32", "bfloat16", "float16")
-WIDTHS = (2, 3, 4, 8)
-# codes of 8 bits whose upper 4 are also read alone
-HALVES = (8, True)
+# bits, and whether the codes are in halves, the upper one of which is also read alone
+WIDTHS = ((2, False), (3, False), (4, False), (8, False), (8, True))
 # what most models have; a kernel that refuses another size says so when it is asked for it
 HEAD_DIM = 128
 GROUP_SIZE = 32
@@ -41,21 +39,17 @@ def choices() -> list[dict[str, Any]]:
         for quantizer in quantizers if op == "pack" else [None]:
             for device in devices():
                 for dtype in DTYPES:
-                    for nbits, halves in _widths(op, WIDTHS if quantizer is None else quantizer.nbits):
-                        name = None if quantizer is None else quantizer.name
+                    for nbits, halves in WIDTHS:
                         weights = op in WEIGHT_OPS
+                        if (quantizer is not None and nbits not in quantizer.nbits) or (weights and halves):
+                            continue
+                        name = None if quantizer is None else quantizer.name
                         grid = Grid(nbits, GROUP_SIZE, affine=True) if weights else None
                         formats = () if weights else _formats(op, nbits, halves)
                         request = Request(op, device, getattr(torch, dtype), formats, name, grid)  # type: ignore[arg-type]
                         asked = {"op": op, "quantizer": name, "device": device, "dtype": dtype, "nbits": nbits}
                         result.append(asked | {"hierarchical": halves} | _verdicts(request))
     return result
-
-
-def _widths(op: str, nbits: Iterable[int]) -> list[tuple[int, bool]]:
-    """The widths of an op, and whether the codes are in halves."""
-    halves = [] if op in WEIGHT_OPS else [HALVES]
-    return [width for width in [*((bits, False) for bits in WIDTHS), *halves] if width[0] in nbits]
 
 
 def _formats(op: str, nbits: int, hierarchical: bool) -> tuple[Any, ...]:
@@ -92,13 +86,13 @@ def show(console: Console, found: list[dict[str, Any]], explain: bool) -> None:
     """Print the choices, a row for each op, device and dtype; with the reasons where they are asked for."""
     # narrow: in a terminal of 80 columns no cell is cut
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    widths = [*map(str, WIDTHS), _width({"nbits": HALVES[0], "hierarchical": True})]
+    widths = [_width(*width) for width in WIDTHS]
     for column in ("op", "device", "dtype", *(f"{width} bit" for width in widths)):
         table.add_column(column)
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for choice in found:
         row = rows.setdefault((_op(choice), choice["device"], choice["dtype"]), {})
-        row[_width(choice)] = choice["kernel"] or "[red]broken[/]"
+        row[_width(choice["nbits"], choice["hierarchical"])] = choice["kernel"] or "[red]broken[/]"
     for key, cells in rows.items():
         table.add_row(*key, *(cells.get(width, "[dim]-[/]") for width in widths))
     about = f"kernels for groups of {GROUP_SIZE} and {HEAD_DIM} channels; keys per channel, values per token"
@@ -115,8 +109,8 @@ def _op(choice: dict[str, Any]) -> str:
     return f"{choice['op']} ({choice['quantizer']})" if choice["quantizer"] else choice["op"]
 
 
-def _width(choice: dict[str, Any]) -> str:
-    return f"2x{choice['nbits'] // 2}" if choice["hierarchical"] else str(choice["nbits"])
+def _width(nbits: int, hierarchical: bool) -> str:
+    return f"2x{nbits // 2}" if hierarchical else str(nbits)
 
 
 def _reasons(found: list[dict[str, Any]]) -> Table:
@@ -143,7 +137,7 @@ def _merged(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
             (_op(choice),),
             (choice["device"],),
             (choice["dtype"],),
-            (_width(choice),),
+            (_width(choice["nbits"], choice["hierarchical"]),),
         )
         for choice in found
         if choice["verdicts"]

@@ -115,8 +115,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
                 **report["quality"]
             )
         )
-    kernels = ", ".join(dict.fromkeys(item["kernel"] for item in report["caches"] if item["kernel"]))
+    kernels = list(dict.fromkeys(item["kernel"] for item in report["caches"] if item["kernel"]))
     if kernels:
         faster = " 'hfkv[cpu]' and 'hfkv[triton]' bring faster ones." if "reference" in kernels else ""
-        notes.append(f"The kernel that reads what is packed: {kernels} (hfkv list --kernels).{faster}")
+        notes.append(f"The kernel that reads what is packed: {', '.join(kernels)} (hfkv list --kernels).{faster}")
     return notes
